@@ -1,0 +1,120 @@
+"""How the server combines what the clients bring home, and whom it leaves out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fedagg.errors import unknown
+
+OUTLIER_OCTAVES = 3  # a client that moved over 8 to 16 times the median per step is left out
+
+
+def judge(lengths: Sequence[float], fits: Sequence[bool]) -> list[str | None]:
+    """Why each client is left out, from how far it moved per step and whether its reply has the model's size; None for those
+    that count.
+
+    A reply of another size and a length that is not finite speak for themselves. Beyond that the median of the round is the
+    yardstick (the lower one of two, for the absurd ones are long), in whole octaves, so that sums kept by octave (`Octaves`)
+    can be judged after the fact.
+    """
+    sound = sorted(octave(v) for v, fit in zip(lengths, fits, strict=True) if fit and math.isfinite(v))
+    middle = sound[(len(sound) - 1) // 2] if sound else 0
+    causes: list[str | None] = []
+    for length, fit in zip(lengths, fits, strict=True):
+        if not fit:
+            causes.append("wrong shape")
+        elif not math.isfinite(length):
+            causes.append("not finite")
+        else:
+            causes.append("moved absurdly far" if octave(length) > middle + OUTLIER_OCTAVES else None)
+    return causes
+
+
+def octave(length: float) -> int:
+    """floor(log2(length)); everything under 1e-9, a client that did not move, shares the lowest one."""
+    return math.frexp(max(length, 1e-9))[1] - 1
+
+
+class Combiner(Protocol):
+    """Takes rows (n, d) as they come; afterwards gives the weighted sum for each set of weights.
+
+    `weights` (k, n) say how much a row counts, `scale` (n,) what it is multiplied by: to a mean the two are the same, to a median
+    they are not. A row whose length is not finite is never looked at.
+    """
+
+    def add(self, rows: Tensor, weights: Tensor, lengths: Sequence[float], scale: Tensor | None = None) -> None: ...
+
+    def total(self, valid: Sequence[bool]) -> Tensor: ...
+
+
+@dataclass
+class Octaves:
+    """Weighted sums (k, d), kept apart by octave of the client's length.
+
+    Whether a client is an outlier is known only when all have answered. Keeping every update until then would cost a model
+    a client; an octave costs a model, and honest clients share two or three.
+    """
+
+    sums: dict[int, Tensor] = field(default_factory=dict)
+    octaves: list[int | None] = field(default_factory=list)
+
+    def add(self, rows: Tensor, weights: Tensor, lengths: Sequence[float], scale: Tensor | None = None) -> None:
+        weights = weights if scale is None else weights * scale
+        here = [octave(v) if math.isfinite(v) else None for v in lengths]
+        self.octaves += here
+        for o in sorted({o for o in here if o is not None}):
+            pick = [i for i, other in enumerate(here) if other == o]
+            some = rows if len(pick) == len(here) else rows[pick]
+            part = weights[:, pick].to(some) @ some
+            self.sums[o] = self.sums[o] + part if o in self.sums else part
+
+    def total(self, valid: Sequence[bool]) -> Tensor:
+        kept = sorted({o for o, ok in zip(self.octaves, valid, strict=True) if ok and o is not None})
+        return torch.stack([self.sums[o] for o in kept]).sum(0)
+
+
+@dataclass
+class Held:
+    """Robust combinations look at all clients together, so they hold every update of the round.
+
+    Where all clients agree, every rule gives what they agree on. The median and the trimmed mean give each client one vote; clipping
+    keeps the weights.
+    """
+
+    rule: str
+    trim: float = 0.2
+    rows: list[Tensor] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+
+    def add(self, rows: Tensor, weights: Tensor, lengths: Sequence[float], scale: Tensor | None = None) -> None:
+        self.rows.append(rows.clone() if scale is None else rows * scale.to(rows)[:, None])
+        self.weights.append(weights)
+
+    def total(self, valid: Sequence[bool]) -> Tensor:
+        keep = torch.tensor(valid)
+        rows = torch.cat(self.rows)[keep.to(self.rows[0].device)]
+        weights = torch.cat(self.weights, 1)[:, keep].to(rows)  # (k, n)
+        return torch.stack([self.combine(rows, row) for row in weights])
+
+    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
+        if self.rule == "clip":
+            norms = rows.norm(dim=1)
+            return (weights * (norms.median() / norms.clamp_min(1e-12)).clamp(max=1.0)) @ rows
+        most = (len(rows) - 1) // 2  # the median is the mean trimmed to its one or two middle values
+        cut = most if self.rule == "median" else min(int(self.trim * len(rows)), most)
+        return weights.sum() * rows.sort(0).values[cut : len(rows) - cut].mean(0)
+
+
+RULES = ("mean", "clip", "median", "trimmed")
+
+
+def combiner(rule: str, trim: float) -> Combiner:
+    if rule not in RULES:
+        raise unknown("robust", rule, RULES)
+    return Octaves() if rule == "mean" else Held(rule, trim)

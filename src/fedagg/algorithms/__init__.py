@@ -1,0 +1,20 @@
+"""The methods, one short file each, holding only what differs from FedAvg."""
+
+from fedagg.algorithms import (
+    fedadagrad,
+    fedadam,
+    fedagg,
+    fedagg_paper,
+    fedavg,
+    fedbabu,
+    fedcm,
+    feddyn,
+    fedexp,
+    fedgh,
+    fedprox,
+    fedyogi,
+    scaffold,
+)
+from fedagg.algorithms.base import REGISTRY, Algorithm, build, register
+
+__all__ = ["REGISTRY", "Algorithm", "build", "register"]

@@ -1,0 +1,84 @@
+"""What an algorithm is: a plan for the clients, and what the server makes of their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, TypeVar
+
+from torch import Tensor, nn
+
+from fedagg.clients import Clients, Outcome
+from fedagg.engines.base import Chunk, Work
+from fedagg.errors import unknown
+from fedagg.flat import Layout, Model
+
+
+@dataclass
+class Algorithm:
+    """FedAvg is the default of every method here; an algorithm overrides what differs.
+
+    Dataclass fields are the algorithm's options: the configuration fills those whose names it knows. `state` is all that the
+    server carries from round to round; it is saved with every checkpoint.
+    """
+
+    lr: float = 0.01
+    state: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
+    name: ClassVar[str] = ""
+    remembers: ClassVar[bool] = False  # do clients keep a vector from round to round?
+
+    def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
+        """Before the first round: make the state. Raises `SettingError` where the method does not apply."""
+
+    def prepare(self, model: Model, clients: Callable[[int], Clients], rounds: int) -> None:
+        """Work before training, given the participants of any round (the paper's Algorithm 1 needs it)."""
+
+    def work(self, clients: Clients) -> Work:
+        """The client's side of a round."""
+        return Work(rate=clients.constant(self.lr))
+
+    def update(self, model: Model, out: Outcome, clients: Clients) -> Model:
+        """The server's side: the next global model."""
+        return model.moved(out.mean, out.buffers)
+
+    def round(self, model: Model, clients: Clients) -> Model:
+        return self.update(model, clients.train(self.work(clients)), clients)
+
+    def remember(self, chunk: Chunk, work: Work) -> Tensor:
+        """What clients keep for next time, (n, d). Runs on the client: it sees its work and nothing of the server's state."""
+        raise AssertionError("only algorithms whose clients remember are asked")
+
+    def reported(self, model: Model) -> Model:
+        """The model whose accuracy is shown; most methods show the one they train."""
+        return model
+
+    def figures(self) -> dict[str, float]:
+        """Numbers of this round for the record, beside those that every method has."""
+        return {}
+
+    def personalised(self) -> Work | None:
+        """Work that fits the final model to a client, for methods that are judged after it (FedBABU)."""
+        return None
+
+
+REGISTRY: dict[str, type[Algorithm]] = {}
+A = TypeVar("A", bound=type[Algorithm])
+
+
+def register(name: str) -> Callable[[A], A]:
+    """Make an algorithm known by its name to the command line and to `fedagg.run`."""
+
+    def enter(kind: A) -> A:
+        kind.name = name
+        REGISTRY[name] = kind
+        return kind
+
+    return enter
+
+
+def build(name: str, options: dict[str, Any]) -> Algorithm:
+    """An algorithm from its name and the options it knows; those left at None keep the method's own default."""
+    if name not in REGISTRY:
+        raise unknown("algorithm", name, REGISTRY)
+    known = {f.name for f in fields(REGISTRY[name]) if f.init}
+    return REGISTRY[name](**{k: v for k, v in options.items() if k in known and v is not None})

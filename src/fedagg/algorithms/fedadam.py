@@ -1,0 +1,34 @@
+"""FedAdam (Reddi et al. 2021): the mean update is a pseudo-gradient for Adam at the server.
+
+v starts at τ², there is no bias correction, and only trainable weights pass through the optimiser: buffers are averaged.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedagg.algorithms.base import Algorithm, register
+from fedagg.clients import Clients, Outcome
+from fedagg.flat import Layout, Model
+
+
+@register("fedadam")
+@dataclass
+class FedAdam(Algorithm):
+    server_lr: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.99
+    tau: float = 1e-3
+
+    def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
+        self.state["m"] = torch.zeros_like(model.w)
+        self.state["v"] = torch.full_like(model.w, self.tau**2)
+
+    def second_moment(self, v: Tensor, delta2: Tensor) -> Tensor:
+        return self.beta2 * v + (1 - self.beta2) * delta2
+
+    def update(self, model: Model, out: Outcome, clients: Clients) -> Model:
+        m = self.state["m"] = self.beta1 * self.state["m"] + (1 - self.beta1) * out.mean
+        v = self.state["v"] = self.second_moment(self.state["v"], out.mean.square())
+        return model.moved(self.server_lr * m / (v.sqrt() + self.tau), out.buffers)

@@ -1,0 +1,152 @@
+"""FedAgg, the default version: no probe, nothing to tune, FedAvg's local work and FedAvg's uplink.
+
+Clients step along a mix of their own gradient and the aggregated one (Eq. 9 between its two ends), so that they move as the model
+behind Theorem 1 says; Theorem 1 gives every client its rate for every epoch; how fast the whole federation goes is read off the
+path it has travelled. The parts are small named functions, here and in `fedagg.meanfield`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedagg import meanfield
+from fedagg.algorithms.base import Algorithm, register
+from fedagg.clients import Clients, NoClients, Outcome
+from fedagg.engines.base import Work
+from fedagg.flat import Layout, Model
+
+LEAST_OWN = 0.1  # λ never falls below: a client that ignored its own gradient would teach the server nothing
+RATE_BAND = (0.1, 2.0)  # rates stay within these multiples of the pace
+LOSS_JUMP = 1.5  # a training loss over this multiple of its running mean means the last round broke the model
+LOST_SHARE = 0.2  # so do more clients than this that blew up
+
+
+@register("fedagg")
+@dataclass
+class FedAgg(Algorithm):
+    alpha: float = 0.1
+    direction: str = "mixed"
+    estimator: str = "history"
+    pace: str = "weighted"
+
+    def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
+        zero = torch.zeros((), dtype=torch.float64)
+        self.state |= {
+            "w0": model.w,  # where training began
+            "phi1": torch.zeros_like(model.w),  # the aggregated gradient, one for all epochs
+            "good_w": model.w,  # the last model that was not broken, with its buffers and its field
+            "good_buffers": model.buffers,
+            "good_phi1": torch.zeros_like(model.w),
+            "known": zero.clone(),  # rounds that gave a mean field
+            "agreement": zero + 1.0,
+            "distance": zero.clone(),
+            "gradients2": zero.clone(),
+            "weighted2": zero.clone(),
+            "caution": zero + 1.0,  # halved whenever a round had to be undone
+            "loss": zero + math.nan,
+        }
+
+    def number(self, name: str) -> float:
+        return float(self.state[name])
+
+    def own_share(self) -> float:
+        """λ, the weight of the client's own gradient: the square root of the agreement, 1 while there is no field."""
+        if self.direction == "local" or not self.number("known"):
+            return 1.0
+        return max(LEAST_OWN, math.sqrt(self.number("agreement")))
+
+    def reference(self) -> float:
+        """η_ref, the pace of the federation: distance travelled over gradients met; the base rate at first."""
+        if not self.number("known") or self.pace == "base":
+            return self.lr * self.number("caution")
+        far = self.number("distance")
+        if self.pace == "weighted":
+            return self.number("caution") * meanfield.distance_pace(far * far, self.number("weighted2"))
+        return self.number("caution") * meanfield.distance_pace(far, self.number("gradients2"))
+
+    def plan(self, phi1: Tensor, clients: Clients) -> Work:
+        """Theorem 1 around the path that the average client is about to take: φ2[k] = w̄ - η_ref k S φ1."""
+        pace, own, steps, epochs = self.reference(), self.own_share(), clients.steps, clients.epochs
+        if not self.number("known"):
+            return Work(rate=clients.constant(pace))
+        norm2 = steps * steps * float(phi1.double().square().sum())  # |S φ1|²
+        ahead = torch.arange(1, epochs + 1, dtype=torch.float64).flip(0).cumsum(0).flip(0)  # Σ_{k>p} k
+        rate, slope = meanfield.affine_rates(torch.full((epochs, epochs), norm2), -pace * norm2 * ahead, self.alpha)
+        low, high = RATE_BAND[0] * pace, RATE_BAND[1] * pace
+        return Work(
+            rate=rate,
+            slope=steps * slope.sum(1, keepdim=True),
+            low=low,
+            high=high,
+            own=own,
+            field=phi1[None],
+            mix=torch.full((epochs, 1), 1.0 - own),
+        )
+
+    def round(self, model: Model, clients: Clients) -> Model:
+        try:
+            if self.estimator == "probe":
+                self.learn(clients.train(self.plan(self.state["phi1"], clients)), clients)
+            out = clients.train(self.plan(self.state["phi1"], clients))
+        except NoClients:
+            if self.blown_up(clients) > LOST_SHARE:
+                return self.undo()
+            raise
+        if self.broken(out, clients):
+            return self.undo()
+        self.state |= {"good_w": model.w, "good_buffers": model.buffers, "good_phi1": self.state["phi1"]}
+        self.learn(out, clients)
+        nxt = model.moved(out.mean, out.buffers)
+        self.travelled(nxt, clients)
+        return nxt
+
+    def learn(self, out: Outcome, clients: Clients) -> None:
+        """The mean field and the agreement from what the clients did: their displacement over rate and steps is their mean step,
+        λ ḡ_i + (1-λ) φ1, so nothing but the update has to be sent."""
+        own, phi1 = (self.own_share() if self.number("known") else 1.0), self.state["phi1"] if out.sent is None else out.sent[0]
+        fresh = -out.velocity
+        gradient = (fresh - (1.0 - own) * phi1) / own
+        phi2 = float(phi1.double().square().sum())
+        along = out.along[:, 0] if out.along.shape[1] else torch.zeros_like(out.travel)
+        own2 = out.norm2 / out.travel**2 + 2 * (1 - own) * along / out.travel + (1 - own) ** 2 * phi2
+        now = meanfield.agreement(float(gradient.double().square().sum()), float(own2.mean()) / own**2, len(out.clients))
+        before = self.number("agreement") if self.number("known") else now
+        self.state["agreement"] = torch.tensor((before + now) / 2, dtype=torch.float64)
+        self.state["phi1"] = fresh
+        self.state["known"] = self.state["known"] + 1.0
+
+    def travelled(self, model: Model, clients: Clients) -> None:
+        """Book the round for the pace: how far from the start, against how much gradient."""
+        total2 = (clients.steps * clients.epochs) ** 2 * float(self.state["phi1"].double().square().sum())
+        far = max(self.number("distance"), float((model.w - self.state["w0"]).double().norm()))
+        self.state["distance"] = torch.tensor(far, dtype=torch.float64)
+        self.state["gradients2"] = self.state["gradients2"] + total2
+        self.state["weighted2"] = self.state["weighted2"] + far * far * total2
+
+    def broken(self, out: Outcome, clients: Clients) -> bool:
+        """Did the last step break the model? The clients' training loss, taken on it, would jump; or they would blow up."""
+        loss, usual = float(out.theta @ out.loss), self.number("loss")
+        if self.blown_up(clients) > LOST_SHARE or (usual == usual and loss > LOSS_JUMP * usual):
+            return True
+        self.state["loss"] = torch.tensor(loss if usual != usual else (usual + loss) / 2, dtype=torch.float64)
+        return False
+
+    def blown_up(self, clients: Clients) -> float:
+        """The share of those that answered who blew up in training: left out, with a training loss to match. A client that was left
+        out with a usual loss trained well; its answer was spoilt on the way, and that says nothing about the model."""
+        usual = self.number("loss")
+        limit = LOSS_JUMP * usual if usual == usual else math.inf
+        blown = [c for c, loss in clients.reported.items() if c in clients.left_out and not loss < limit]
+        return len(blown) / max(1, len(clients.reported))
+
+    def undo(self) -> Model:
+        self.state["caution"] = self.state["caution"] / 2
+        self.state["phi1"] = self.state["good_phi1"]
+        return Model(self.state["good_w"], self.state["good_buffers"])
+
+    def figures(self) -> dict[str, float]:
+        return {"pace": self.reference(), "own_share": self.own_share(), "caution": self.number("caution")}

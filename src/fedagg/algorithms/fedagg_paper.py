@@ -1,0 +1,114 @@
+"""FedAgg to the letter: Algorithm 1 for the mean-field terms, Theorem 1 for the rates, Algorithm 2 for training.
+
+`--variant paper`. The gradient of an epoch is read as Definition 1 says, the mean gradient of F_i, here the mean over the epoch's
+mini-batches. See the documentation of the mathematics for what this reading implies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from fedagg.algorithms.base import Algorithm, register
+from fedagg.clients import Clients, Outcome
+from fedagg.engines.base import Work
+from fedagg.flat import Layout, Model
+from fedagg.meanfield import MeanField
+
+
+@register("fedagg-paper")
+@dataclass
+class FedAggPaper(Algorithm):
+    alpha: float = 0.1
+    estimator: str = "probe"
+    direction: str = "local"
+    tolerance: float = 1e-3
+    passes: int = 1  # Algorithm 1 run to its limit gives rates of zero: a few passes from a positive rate is what helps
+    cap: float = 1.0  # rates stay under cap/β_i, with β_i the client's own secant smoothness
+
+    def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
+        self.epsilon = (float("nan"), float("nan"))
+
+    def prepare(self, model: Model, clients: Callable[[int], Clients], rounds: int) -> None:
+        """`pretrain`: Algorithm 1 for every round of a rehearsal, before training proper."""
+        if self.estimator != "pretrain" or "rehearsed1" in self.state:
+            return
+        phi1, phi2, betas = [], [], []
+        for t in range(rounds):
+            now = replace(clients(t), model=model)
+            out, field = self.estimate(now)
+            phi1.append(field.phi1)
+            phi2.append(field.phi2)
+            betas.append(self.smoothness(out, now))
+            model = model.moved(out.mean, out.buffers)
+        self.state |= {"rehearsed1": torch.stack(phi1), "rehearsed2": torch.stack(phi2)}
+        self.state["rehearsed_beta"] = torch.stack(betas)
+
+    def estimate(self, clients: Clients) -> tuple[Outcome, MeanField]:
+        """Algorithm 1 at this round's w̄: passes from the base rate until φ1 and φ2 stand still, or `passes` of them."""
+        work = replace(super().work(clients), trace=True)
+        out = clients.train(work)
+        assert out.field is not None
+        field = out.field
+        for _ in range(self.passes - 1):
+            out = clients.train(replace(self.plan(field, out, clients), trace=True))
+            assert out.field is not None
+            self.epsilon = field.gap(out.field)
+            field = out.field
+            if min(self.epsilon) <= self.tolerance:
+                break
+        return out, field
+
+    def smoothness(self, out: Outcome, clients: Clients) -> Tensor:
+        """β_i by participant; the round's largest for those that did not answer."""
+        assert out.beta is not None
+        beta = torch.full((len(clients.ids),), float(out.beta.max()))
+        known = dict(zip(out.clients, out.beta.tolist(), strict=True))
+        for position, client in enumerate(clients.ids):
+            beta[position] = known.get(client, beta[position])
+        return beta
+
+    def plan(self, field: MeanField, out: Outcome | Tensor, clients: Clients) -> Work:
+        """Theorem 1 around these mean-field terms, and the direction of the step."""
+        beta = out if isinstance(out, Tensor) else self.smoothness(out, clients)
+        high = (self.cap / beta.clamp_min(1e-12)).clamp(max=0.999)
+        rate, slope = field.rates(self.alpha)
+        own = {"local": 1.0, "mixed": 0.5, "aggregated": 0.0}[self.direction]
+        return Work(
+            rate=rate,
+            slope=slope,
+            high=high,
+            own=own,
+            field=field.phi1,
+            mix=None if own == 1.0 else (1.0 - own) * torch.eye(clients.epochs),
+        )
+
+    def round(self, model: Model, clients: Clients) -> Model:
+        if self.estimator == "pretrain":
+            field = MeanField(self.state["rehearsed1"][clients.t], self.state["rehearsed2"][clients.t])
+            work = self.plan(field, self.state["rehearsed_beta"][clients.t], clients)
+        elif self.estimator == "history":
+            work = self.remembered(clients)
+        else:
+            out, field = self.estimate(clients)
+            work = self.plan(field, out, clients)
+        return self.update(model, clients.train(work), clients)
+
+    def remembered(self, clients: Clients) -> Work:
+        """`history` (Remark 1): the last round's terms, re-centred on the new w̄. The first round runs at the base rate."""
+        if "phi1" not in self.state:
+            return replace(super().work(clients), trace=True)
+        field = MeanField(self.state["phi1"], self.state["phi2"])
+        beta = self.state["beta"].expand(len(clients.ids))
+        return replace(self.plan(field, beta, clients), trace=True)
+
+    def update(self, model: Model, out: Outcome, clients: Clients) -> Model:
+        if out.field is not None and out.beta is not None:
+            self.state |= {"phi1": out.field.phi1, "phi2": out.field.phi2, "beta": out.beta.median().float()}
+        return super().update(model, out, clients)
+
+    def figures(self) -> dict[str, float]:
+        return {"epsilon1": self.epsilon[0], "epsilon2": self.epsilon[1]} if self.passes > 1 else {}

@@ -1,0 +1,29 @@
+"""FedExP (Jhunjhunwala, Wang, Joshi 2023): the server extrapolates when the clients' updates disagree.
+
+η_g = max(1, Σ|Δ_i|² / (2|S| (|Δ̄|² + ε))). As published, the accuracy shown is that of the mean of the last two iterates.
+"""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from fedagg.algorithms.base import Algorithm, register
+from fedagg.clients import Clients, Outcome
+from fedagg.flat import Layout, Model
+
+
+@register("fedexp")
+@dataclass
+class FedExP(Algorithm):
+    exp_eps: float = 1e-3
+
+    def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
+        self.state["last"] = model.w
+
+    def update(self, model: Model, out: Outcome, clients: Clients) -> Model:
+        self.state["last"] = model.w
+        spread = float(out.norm2.mean()) / (2.0 * (float(out.plain.square().sum()) + self.exp_eps))
+        return model.moved(max(1.0, spread) * out.plain, out.buffers)
+
+    def reported(self, model: Model) -> Model:
+        return Model((model.w + self.state["last"]) / 2, model.buffers)

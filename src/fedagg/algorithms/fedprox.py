@@ -1,0 +1,19 @@
+"""FedProx (Li et al. 2020): every local step is pulled back towards the global model, gradient + μ(w - w̄).
+
+The reported training loss is the data's alone, without the penalty, so that it compares with the other methods'.
+"""
+
+from dataclasses import dataclass, replace
+
+from fedagg.algorithms.base import Algorithm, register
+from fedagg.clients import Clients
+from fedagg.engines.base import Work
+
+
+@register("fedprox")
+@dataclass
+class FedProx(Algorithm):
+    mu: float = 0.01
+
+    def work(self, clients: Clients) -> Work:
+        return replace(super().work(clients), prox=self.mu)

@@ -1,0 +1,118 @@
+"""Everything a run needs to go on as if it had never stopped.
+
+A checkpoint is a safetensors file with every tensor and a JSON file with the rest, the first one's checksum included. The JSON file is
+moved into place last, so that what it describes is whole; the last two are kept, and a torn or altered one is passed over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from fedagg import files
+from fedagg.errors import FedaggError, FedaggWarning
+
+KEEP = 2
+
+
+@dataclass
+class Checkpoint:
+    round: int  # rounds done
+    tensors: dict[str, Tensor]
+    facts: dict[str, Any]  # record position, seconds, ...
+
+
+def save(folder: Path, checkpoint: Checkpoint) -> None:
+    files.folder(folder)
+    stem = folder / f"round-{checkpoint.round:06d}"
+    packed = save_tensors({name: t.detach().cpu().contiguous().clone() for name, t in checkpoint.tensors.items()})
+    files.write(stem.with_suffix(".safetensors"), packed)
+    facts = {**checkpoint.facts, "round": checkpoint.round, "sha256": hashlib.sha256(packed).hexdigest()}
+    facts["self"] = seal(facts)
+    files.write(stem.with_suffix(".json"), json.dumps(facts))
+    forget(folder, keep=saved(folder)[-KEEP:])
+
+
+def latest(folder: Path) -> Checkpoint | None:
+    """The newest checkpoint that is whole; a warning names those that are not, and they are removed."""
+    damaged = False
+    for path in reversed(saved(folder)):
+        try:
+            found = load(path)
+        except Exception as error:  # whatever a damaged file provokes, the one before it may be good
+            why = " ".join(str(error).split()) or type(error).__name__
+            warnings.warn(f"checkpoint {path.name} is damaged ({why}); going back to the one before it", FedaggWarning, 2)
+            damaged = True
+            continue
+        forget(folder, keep=[p for p in saved(folder) if order(p) <= order(path)])
+        return found
+    if damaged:
+        warnings.warn(f"no whole checkpoint is left in {folder}; the run starts from its first round", FedaggWarning, 2)
+    return None
+
+
+def load(path: Path) -> Checkpoint:
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    packed = path.with_suffix(".safetensors").read_bytes()
+    if facts.pop("self") != seal(facts) or hashlib.sha256(packed).hexdigest() != facts["sha256"]:
+        raise ValueError("its checksum does not match")
+    return Checkpoint(int(facts["round"]), load_tensors(packed), facts)
+
+
+def saved(folder: Path) -> list[Path]:
+    """The JSON files, oldest round first."""
+    return sorted(folder.glob("round-*.json"), key=order)
+
+
+def order(path: Path) -> tuple[int, str]:
+    """By number, however many digits it has."""
+    return len(path.name), path.name
+
+
+def forget(folder: Path, keep: list[Path]) -> None:
+    """Remove every other checkpoint, JSON first, and tensors that a killed process left without their JSON."""
+    stay = {path.stem for path in keep}
+    for suffix in (".json", ".safetensors"):
+        for path in folder.glob(f"round-*{suffix}"):
+            if path.stem not in stay:
+                with suppress(OSError):
+                    path.unlink()
+
+
+def seal(facts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def prefixed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{prefix}/{name}": tensor for name, tensor in tensors.items()}
+
+
+def under(prefix: str, tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Back from `prefixed`, onto the device. Numbers kept in double precision stay on the CPU, where they are used."""
+    return {
+        name.removeprefix(f"{prefix}/"): tensor if tensor.dtype == torch.float64 else tensor.to(device)
+        for name, tensor in tensors.items()
+        if name.startswith(f"{prefix}/")
+    }
+
+
+def same_form(now: dict[str, Tensor], before: dict[str, Tensor]) -> None:
+    """Every tensor of a fresh run must be in the checkpoint, with the same shape and type."""
+    for name, tensor in now.items():
+        held = before.get(name)
+        if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+            found = "missing" if held is None else f"{held.dtype} {tuple(held.shape)}"
+            raise FedaggError(
+                f"checkpoint: {name} is {found}, this run needs {tensor.dtype} {tuple(tensor.shape)}; "
+                "resume with the data and the model the run began with"
+            )

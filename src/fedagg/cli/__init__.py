@@ -1,0 +1,50 @@
+"""The command line. One file a command; errors are one line on standard error and exit status 2."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import click
+import typer
+
+from fedagg.cli import catalogue, compare, datasets, train
+from fedagg.cli.show import err
+from fedagg.errors import FedaggError
+
+app = typer.Typer(
+    name="fedagg",
+    help="Federated learning with learning rates in closed form.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("run")(train.run)
+app.command("compare")(compare.compare)
+app.command("list")(catalogue.list_all)
+app.add_typer(datasets.app, name="data")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point: everything a user can mend becomes one line and exit status 2."""
+    warnings.showwarning = lambda message, *_, **__: err.print(f"[yellow]warning:[/] {message}", highlight=False)
+    try:
+        status = app(arguments if arguments is not None else sys.argv[1:], standalone_mode=False)
+        sys.exit(status if isinstance(status, int) else 0)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        sys.exit(2)
+    except click.ClickException as error:
+        complain(error.format_message())
+    except FedaggError as error:
+        complain(str(error))
+    except MemoryError:
+        complain("out of memory; lower --chunk, --batch-size or --clients, then go on with --resume")
+    except (KeyboardInterrupt, click.Abort):
+        err.print("stopped")
+        sys.exit(130)
+
+
+def complain(message: str) -> None:
+    err.print(f"fedagg: {' '.join(message.split())}", style="red", markup=False, highlight=False, soft_wrap=True)
+    sys.exit(2)

@@ -1,0 +1,181 @@
+"""`fedagg reproduce`: the paper's tables and figures."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from fedagg import files
+from fedagg.cli.show import err, out
+from fedagg.config import Config
+from fedagg.errors import SettingError, unknown
+from fedagg.federation import Callback, Result
+from fedagg.reproduce import formats, grid, running, table
+from fedagg.reproduce.grid import Cell, Spec
+from fedagg.reproduce.results import Store
+from fedagg.reproduce.running import Outcome, Stop
+
+
+def reproduce(
+    what: Annotated[str, typer.Argument(help="a table or figure of the paper, `all`, or a TOML file like those in experiments/paper")],
+    *,
+    rows: Annotated[str | None, typer.Option(help="rows, by name or beginning, e.g. mnist-linear,cifar10-cnn-iid")] = None,
+    algorithms: Annotated[str | None, typer.Option(help="methods in place of the paper's, or `all`")] = None,
+    participation: Annotated[str | None, typer.Option(help="shares of clients in a round, e.g. 0.2,1.0")] = None,
+    seeds: Annotated[int, typer.Option(help="seeds 0, 1, ... of every cell", min=1)] = 3,
+    rounds_scale: Annotated[float, typer.Option(help="share of the paper's rounds, to try things out")] = 1.0,
+    results: Annotated[Path, typer.Option(help="the results folder; finished cells in it are not run again")] = Path("results"),
+    show: Annotated[bool, typer.Option("--show", "--no-run", help="run nothing: show what the results folder has")] = False,
+    form: Annotated[str, typer.Option("--format", help=f"of tables: {', '.join(formats.FORMATS)}")] = "text",
+    jobs: Annotated[int, typer.Option(help="cells at once, each in a process of its own", min=1)] = 1,
+    time_limit: Annotated[float | None, typer.Option(help="stop cleanly after this many seconds; the same command goes on", min=0)] = None,
+    fetch: Annotated[bool, typer.Option(help="download data that is missing")] = True,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:0, ...")] = None,
+    engine: Annotated[str | None, typer.Option(help="where clients run: auto, sequential, batched")] = None,
+    chunk: Annotated[int | None, typer.Option(help="clients trained together; 0 chooses from the free memory")] = None,
+    threads: Annotated[int | None, typer.Option(help="processor threads of a cell")] = None,
+    eval_every: Annotated[int | None, typer.Option(help="evaluate every so many rounds")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="where data sets are (default FEDAGG_DATA, else the user's cache)")] = None,
+) -> int:
+    """Run what a table or figure of the paper needs, and set it beside the paper's own numbers.
+
+    Cells that are in the results folder already are not run again. Ctrl-C stops after the current round, and the
+    same command goes on from there.
+    """
+    if form not in formats.FORMATS:
+        raise unknown("format", form, formats.FORMATS)
+    where: dict[str, Any] = {"device": device, "engine": engine, "chunk": chunk, "threads": threads}
+    where |= {"eval_every": eval_every, "data_dir": str(data_dir) if data_dir else None}
+    specs = [
+        grid.narrow(
+            grid.load(name),
+            rows=words(rows) if what != "all" else None,
+            methods=words(algorithms),
+            participation=shares(participation),
+            seeds=seeds,
+            rounds_scale=rounds_scale,
+            overrides={k: v for k, v in where.items() if v is not None},
+        )
+        for name in (grid.names() if what == "all" else [what])
+    ]
+    store = Store(results)
+    status = 0
+    if not show:
+        files.folder(results / ".partial", "results")
+        status = run_all([cell for spec in specs for cell in grid.cells(spec)], store, jobs, time_limit, fetch)
+    for spec in specs:
+        present(spec, store, form, words(algorithms) is None)
+    return status
+
+
+def present(spec: Spec, store: Store, form: str, every: bool) -> None:
+    """A table on standard output."""
+    if spec.kind == "table":
+        also = grid.every_method() if every else ()
+        sys.stdout.write(formats.render(table.build(spec, store, also), form, out))
+
+
+def run_all(cells: list[Cell], store: Store, jobs: int, time_limit: float | None, fetch: bool) -> int:
+    """Run what is missing, showing how far it is; 1 if a cell failed, 130 after Ctrl-C."""
+    todo = running.unfinished(cells, store)
+    if not todo:
+        return 0
+    stop = Stop(time.time() + time_limit if time_limit is not None else None)
+    seen: list[Outcome] = []
+    with Board(len(todo), jobs) as board, running.interruptible(stop):
+        for outcome in running.run(todo, store, stop=stop, jobs=jobs, fetch=fetch, watch=board.watch):
+            seen.append(outcome)
+            ended = {id(o.cell) for o in seen}
+            board.ended(outcome, [cell for cell in todo if id(cell) not in ended], seen)
+    return tell(seen, len(todo), stop)
+
+
+def tell(seen: list[Outcome], total: int, stop: Stop) -> int:
+    count = {status: sum(o.status == status for o in seen) for status in ("done", "failed", "no data")}
+    for why in dict.fromkeys(o.message for o in seen if o.status == "no data"):
+        err.print(f"[yellow]not run[/]: {why}", highlight=False, soft_wrap=True)
+    left = total - sum(count.values())
+    if left or count["failed"]:
+        text = f"{count['done']} of {total} cells done, {count['failed']} failed, {left} left"
+        why = "stopped" if stop.flag.is_set() else "time is up" if stop.now() else "finished"
+        err.print(f"{why}: {text}; the same command goes on from here", highlight=False)
+    return 130 if stop.flag.is_set() else 1 if count["failed"] else 0
+
+
+class Board:
+    """Progress over the grid, on standard error: a bar that stays, and a line for every cell that ends."""
+
+    def __init__(self, total: int, jobs: int) -> None:
+        self.jobs, self.total, self.number = jobs, total, 0
+        self.progress = Progress(
+            TextColumn("[bold]cells"),
+            BarColumn(bar_width=28),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[left]}"),
+            TextColumn("[dim]{task.fields[now]}"),
+            console=err,
+        )
+        self.task = self.progress.add_task("", total=total, left="", now="")
+
+    def __enter__(self) -> Board:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def watch(self, cell: Cell) -> list[Callback]:
+        return [Rounds(cell, lambda text: self.progress.update(self.task, now=text))]
+
+    def ended(self, outcome: Outcome, todo: list[Cell], seen: list[Outcome]) -> None:
+        self.number += 1
+        seconds = running.time_left(todo, seen, self.jobs)
+        left = "" if seconds is None else f"{clock(seconds)} left"
+        self.progress.update(self.task, completed=len(seen), left=left)
+        colour = {"done": "green", "failed": "red"}.get(outcome.status, "yellow")
+        figure = f" {100 * outcome.accuracy:.2f} %" if outcome.accuracy is not None else f" {outcome.message}"
+        if outcome.status != "no data":
+            text = f"{self.number}/{self.total} {outcome.cell.label}: [{colour}]{outcome.status}[/]"
+            self.progress.console.print(text, end="", highlight=False)
+            self.progress.console.print(figure, f"in {outcome.seconds:.1f} s", left, markup=False, highlight=False)
+
+
+class Rounds:
+    """Tells the board how far the current cell is."""
+
+    def __init__(self, cell: Cell, tell: Callable[[str], None]) -> None:
+        self.cell, self.tell = cell, tell
+
+    def started(self, config: Config, done: int) -> None:
+        self.tell(f"{self.cell.label}: {done}/{config.rounds}")
+
+    def round_done(self, row: dict[str, Any]) -> None:
+        self.tell(f"{self.cell.label}: {row['round']}/{self.cell.config.rounds}")
+
+    def finished(self, result: Result) -> None:
+        self.tell("")
+
+
+def clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+
+
+def words(given: str | None) -> list[str] | None:
+    return [word.strip() for word in given.split(",") if word.strip()] if given is not None else None
+
+
+def shares(given: str | None) -> list[float] | None:
+    try:
+        values = [float(word) for word in words(given) or []]
+    except ValueError:
+        raise SettingError("participation", given, "give shares in (0, 1], separated by commas, e.g. 0.2,1.0") from None
+    if not all(0 < value <= 1 for value in values):
+        raise SettingError("participation", given, "give shares in (0, 1], separated by commas, e.g. 0.2,1.0")
+    return values or None

@@ -1,0 +1,69 @@
+"""What people see: consoles, the live display, tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from fedagg.config import Config
+from fedagg.federation import Result
+
+out = Console()
+err = Console(stderr=True)
+
+
+class Live:
+    """A progress bar over rounds with the latest accuracy and loss; on standard error, so that output can be piped."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.progress = Progress(
+            TextColumn("[bold]{task.fields[label]:>13}"),
+            BarColumn(bar_width=28),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[now]}"),
+            TimeRemainingColumn(compact=True),
+            console=err,
+        )
+
+    def started(self, config: Config, done: int) -> None:
+        self.task = self.progress.add_task("", total=config.rounds, completed=done, label=self.label, now="")
+        self.progress.start()
+
+    def round_done(self, row: dict[str, Any]) -> None:
+        now = f"accuracy [green]{100 * row['accuracy']:6.2f} %[/]  loss {row['loss']:.4f}" if "accuracy" in row else ""
+        if row["left_out"]:
+            now += f"  [yellow]left out {row['left_out']} ({', '.join(row['causes'])})[/]"
+            if row["left_out"] == row["participants"]:
+                now += " [red]no valid client: model unchanged[/]"
+        self.progress.update(self.task, advance=1, **({"now": now} if now else {}))
+
+    def finished(self, result: Result) -> None:
+        self.progress.stop()
+
+    def stop(self) -> None:
+        self.progress.stop()
+
+
+def results_table(results: list[Result], title: str) -> Table:
+    """One row a run: accuracy, local work, bytes, time; the best accuracy in bold."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("algorithm", no_wrap=True)
+    for name in ("accuracy", "best", "loss", "passes", "MB sent", "seconds"):
+        table.add_column(name, justify="right", no_wrap=True)
+    best = max((r.accuracy for r in results), default=0.0)
+    for r in results:
+        accuracy = f"{100 * r.accuracy:.2f} %"
+        table.add_row(
+            r.config.method,
+            f"[bold green]{accuracy}[/]" if r.accuracy == best else accuracy,
+            f"{100 * r.best_accuracy:.2f} %",
+            f"{r.loss:.4f}",
+            str(sum(row["passes"] for row in r.history)),
+            f"{sum(row['bytes_up'] + row['bytes_down'] for row in r.history) / 1e6:.1f}",
+            f"{r.seconds:.1f}",
+        )
+    return table

@@ -1,0 +1,78 @@
+"""`fedagg run`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import fedagg
+from fedagg.cli.options import with_settings
+from fedagg.cli.show import Live, err, out, results_table
+from fedagg.config import Config, make, read, resolve
+from fedagg.errors import SettingError
+from fedagg.federation import Result
+
+
+def run(
+    config: Annotated[Path | None, typer.Argument(help="a TOML file of settings", show_default=False)] = None,
+    *,
+    out_dir: Annotated[Path | None, typer.Option("--out", help="the run folder (default runs/<time>-<name>)")] = None,
+    resume: Annotated[Path | None, typer.Option("--resume", help="go on with this run folder")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object, and nothing else, on standard output")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="no progress display")] = False,
+    **settings: Any,
+) -> int:
+    """Train one federated model, and keep everything about it in a run folder."""
+    if resume is not None:
+        chosen = resumed(resume, config, settings)
+    else:
+        chosen = resolve(settings, config, settings.pop("preset", None))
+    folder = resume or out_dir or default_folder(chosen)
+    live = Live(chosen.method)
+    try:
+        result = fedagg.run(
+            chosen, out=None if resume else folder, resume=resume, callbacks=[] if quiet else [live]
+        )
+    finally:
+        live.stop()
+    tell(result, as_json)
+    return 130 if result.interrupted else 0
+
+
+run = with_settings(run)  # type: ignore[assignment]
+
+
+def resumed(folder: Path, file: Path | None, settings: dict[str, Any]) -> Config:
+    """The settings of the run to go on with, and those given beside --resume on top."""
+    if not (folder / "config.toml").exists():
+        raise SettingError("resume", str(folder), "is not a run folder: it has no config.toml")
+    given = {k: v for k, v in settings.items() if v is not None and k != "preset"}
+    return make({**read(folder / "config.toml"), **(read(file) if file else {}), **given})
+
+
+def default_folder(config: Config) -> Path:
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    name = f"{stamp}-{config.method}-{config.dataset}-{config.model}-{config.partition}-seed{config.seed}"
+    folder, number = Path("runs") / name, 2
+    while folder.exists():
+        folder, number = Path("runs") / f"{name}-{number}", number + 1
+    return folder
+
+
+def tell(result: Result, as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps(result.summary()) + "\n")
+        return
+    c = result.config
+    title = f"{c.dataset}, {c.model}, {c.partition}, {c.clients} clients, {100 * c.participation:g} % a round, seed {c.seed}"
+    out.print(results_table([result], title))
+    for name, value in result.figures.items():
+        out.print(f"{name.replace('_', ' ')}: {100 * value:.2f} %")
+    if result.interrupted:
+        err.print(f"[yellow]stopped after {len(result.history)} rounds[/]; go on with: fedagg run --resume {result.run}")
+    out.print(f"run folder: {result.run}", soft_wrap=True)

@@ -1,0 +1,224 @@
+"""The clients of one round, as the server sees them: give them work, get back sums and a few numbers each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from fedagg import seeding, wire
+from fedagg.aggregate import combiner, judge
+from fedagg.engines.base import Chunk, Engine, Job, Local, Work
+from fedagg.faults import Faults
+from fedagg.flat import Model
+from fedagg.meanfield import MeanField
+from fedagg.memory import ClientMemory
+from fedagg.quantize import Downlink
+
+
+class NoClients(Exception):
+    """Not one valid client came back: the round leaves the model as it was."""
+
+
+@dataclass
+class Outcome:
+    """A round's work, summed over the valid clients. Vectors are on the engine's device, numbers per client on the CPU."""
+
+    clients: list[int]
+    mean: Tensor  # Σ θ_i Δ_i, with θ_i = D_i / Σ D_j
+    plain: Tensor  # (1/n) Σ Δ_i
+    velocity: Tensor  # (1/n) Σ Δ_i / travel_i: minus the mean direction of a client's steps
+    buffers: Tensor
+    theta: Tensor  # (n,)
+    steps: Tensor
+    travel: Tensor  # Σ over steps of the rate
+    norm2: Tensor  # |Δ_i|²
+    along: Tensor  # Δ_i · field, (n, m)
+    loss: Tensor
+    rates: Tensor  # (n, L)
+    sent: Tensor | None = None  # the work's field as the clients saw it, (m, d): rounded, if the downlink rounds
+    field: MeanField | None = None  # the averages of Definition 1, when the work asked for a trace
+    beta: Tensor | None = None  # each client's secant smoothness along its path
+    classes: Tensor | None = None  # (n, classes, features)
+    counts: Tensor | None = None
+
+
+@dataclass
+class Clients:
+    """The participants of round t. An algorithm calls `train`, once or more often, and everything else is kept for the record."""
+
+    engine: Engine
+    t: int
+    ids: list[int]
+    samples: Callable[[int], Tensor]
+    total: int  # clients in the federation
+    local: Local
+    lr: float
+    seed: int
+    model: Model
+    memory: ClientMemory | None = None
+    remember: Callable[[Chunk, Work], Tensor] | None = None
+    faults: Faults = field(default_factory=Faults)
+    robust: str = "mean"
+    trim: float = 0.2
+    downlink: Downlink = field(default_factory=Downlink)
+    reduce: Callable[[list[object]], list[object]] | None = None
+
+    passes: int = 0
+    left_out: dict[int, str] = field(default_factory=dict)
+    reported: dict[int, float] = field(default_factory=dict)  # the training loss of all that answered, left out or not
+    stragglers: dict[int, int] = field(default_factory=dict)  # epochs that those got done who were too slow for all of them
+    bytes_up: int = 0
+    bytes_down: int = 0
+    samples_seen: int = 0
+    outcome: Outcome | None = None
+
+    @property
+    def epochs(self) -> int:
+        return self.local.epochs
+
+    @property
+    def steps(self) -> float:
+        """S: mini-batches an epoch, averaged over the participants."""
+        return sum(self.local.steps(len(self.samples(i))) for i in self.ids) / len(self.ids)
+
+    def constant(self, rate: float) -> Tensor:
+        return torch.full((self.epochs,), rate, dtype=torch.float64)
+
+    def jobs(self) -> list[Job]:
+        return [
+            Job(
+                client=client,
+                samples=self.samples(client),
+                epochs=self.faults.epochs(self.t, client, self.epochs),
+                seed=seeding.derive(self.seed, "client", self.t, self.passes, client),
+                position=position,
+            )
+            for position, client in enumerate(self.ids)
+            if not self.faults.drops(self.t, client)
+        ]
+
+    def train(self, work: Work, model: Model | None = None) -> Outcome:
+        """Let every participant do the work from the global model (or the one given), and sum up what comes back."""
+        model = model or self.model
+        work = self.downlink.send(work, self.t, self.passes)
+        jobs = self.jobs()
+        self.left_out.update({client: "dropped out" for client in self.ids if self.faults.drops(self.t, client)})
+        gathered = Gathered(self.robust, self.trim)
+        for chunk in self.engine.run(model, work, jobs, self.memory):
+            self.faults.corrupt(self.t, chunk)
+            gathered.add(chunk, work)
+            if self.memory is not None and self.remember is not None and work.memory:
+                self.memory.stage([job.client for job in chunk.jobs], self.remember(chunk, work))
+            self.samples_seen += sum(len(job.samples) * job.epochs for job in chunk.jobs)
+            self.stragglers.update({job.client: job.epochs for job in chunk.jobs if job.epochs < self.epochs})
+        self.passes += 1
+        causes = gathered.causes()
+        self.left_out.update({j.client: why for j, why in zip(gathered.jobs, causes, strict=True) if why})
+        self.reported = dict(zip((job.client for job in gathered.jobs), gathered.losses(), strict=True))
+        self.bytes_down += len(self.ids) * wire.down(work, model, self.downlink.bits)
+        self.bytes_up += len(gathered.jobs) * wire.up(work, model, self.epochs)
+        valid = [why is None for why in causes]
+        if self.memory is not None:
+            self.memory.keep(job.client for job, ok in zip(gathered.jobs, valid, strict=True) if ok)
+        if not any(valid):
+            raise NoClients
+        self.outcome = replace(gathered.outcome(valid), sent=work.field)
+        return self.outcome
+
+
+@dataclass
+class Gathered:
+    """Collects chunks: vectors into sums, numbers into lists that are read once, when all clients are done."""
+
+    robust: str
+    trim: float
+    jobs: list[Job] = field(default_factory=list)
+    lengths: list[float] = field(default_factory=list)
+    fits: list[bool] = field(default_factory=list)
+    rows: list[dict[str, Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sums, self.flows, self.stats, self.traces = (combiner(self.robust, self.trim) for _ in range(4))
+
+    def add(self, chunk: Chunk, work: Work) -> None:
+        sizes = torch.tensor([float(len(job.samples)) for job in chunk.jobs], dtype=torch.float64)
+        norm2 = chunk.delta.square().sum(1, dtype=torch.float64)
+        along = chunk.delta @ work.field.T if work.field is not None else chunk.delta[:, :0]
+        row = {
+            "size": sizes,
+            "norm2": norm2.cpu(),
+            "along": along.double().cpu(),
+            "travel": chunk.travel.double().cpu(),
+            "steps": chunk.steps.double().cpu(),
+            "loss": chunk.loss.double().cpu(),
+            "rates": chunk.rates.double().cpu(),
+        }
+        fits = [numbers == chunk.delta.shape[1] for numbers in chunk.numbers]
+        sound = torch.tensor(fits) & torch.isfinite(row["norm2"]) & torch.isfinite(row["loss"])
+        for sent in (chunk.buffers, chunk.gradients, chunk.path, chunk.classes):
+            if sent is not None:
+                sound &= torch.isfinite(sent).flatten(1).all(1).cpu()
+        lengths = (row["norm2"].sqrt() / row["steps"].clamp_min(1)).where(sound, torch.tensor(float("inf"))).tolist()
+        self.jobs += chunk.jobs
+        self.lengths += lengths
+        self.fits += fits
+        if chunk.gradients is not None and chunk.path is not None:
+            row["beta"] = secant_smoothness(chunk.gradients, chunk.path).double().cpu()
+            trace = torch.cat([chunk.gradients.flatten(1), chunk.path.flatten(1)], 1)
+            self.traces.add(trace, torch.ones(1, len(chunk.jobs)), lengths)
+        if chunk.classes is not None and chunk.counts is not None:
+            row["classes"], row["counts"] = chunk.classes.cpu(), chunk.counts.cpu()
+        # An unweighted vote of 1 and a vote by data size; both are divided by their sums when those are known.
+        self.sums.add(chunk.delta, torch.stack([sizes, torch.ones_like(sizes)]), lengths)
+        self.flows.add(chunk.delta, torch.ones_like(sizes)[None], lengths, scale=1 / row["travel"].clamp_min(1e-30))
+        self.stats.add(chunk.buffers, sizes[None], lengths)
+        self.rows.append(row)
+
+    def causes(self) -> list[str | None]:
+        return judge(self.lengths, self.fits)
+
+    def losses(self) -> list[float]:
+        return [loss for row in self.rows for loss in row["loss"].tolist()]
+
+    def outcome(self, valid: Sequence[bool]) -> Outcome:
+        keep = torch.tensor(valid)
+        every = {key: torch.cat([row[key] for row in self.rows])[keep] for key in self.rows[0]}
+        size, count = every["size"], int(keep.sum())
+        weighted, plain = self.sums.total(valid).unbind()
+        trace = self.traces.total(valid)[0] / count if "beta" in every else None
+        epochs = every["rates"].shape[1]
+        return Outcome(
+            clients=[job.client for job, ok in zip(self.jobs, valid, strict=True) if ok],
+            mean=weighted / float(size.sum()),
+            plain=plain / count,
+            velocity=self.flows.total(valid)[0] / count,
+            buffers=self.stats.total(valid)[0] / float(size.sum()),
+            theta=size / size.sum(),
+            steps=every["steps"],
+            travel=every["travel"],
+            norm2=every["norm2"],
+            along=every["along"],
+            loss=every["loss"],
+            rates=every["rates"],
+            field=None if trace is None else split_trace(trace, epochs),
+            beta=every.get("beta"),
+            classes=every.get("classes"),
+            counts=every.get("counts"),
+        )
+
+
+def split_trace(trace: Tensor, epochs: int) -> MeanField:
+    rows = trace.view(2 * epochs + 1, -1)
+    return MeanField(phi1=rows[:epochs], phi2=rows[epochs:])
+
+
+def secant_smoothness(gradients: Tensor, path: Tensor) -> Tensor:
+    """β_i = max_l |ḡ_l - ḡ_{l-1}| / |w_l - w_{l-1}| along a client's own path, (n,)."""
+    if gradients.shape[1] < 2:
+        return torch.ones(len(gradients))
+    change = (gradients[:, 1:] - gradients[:, :-1]).norm(dim=-1)
+    length = (path[:, 1:-1] - path[:, :-2]).norm(dim=-1)
+    return (change / length.clamp_min(1e-12)).amax(1)

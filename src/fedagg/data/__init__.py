@@ -1,0 +1,165 @@
+"""Datasets: your own arrays, or one of the named ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedagg.data import sources
+from fedagg.data.sources import Where, fetch, names, verify, where
+from fedagg.errors import SettingError
+
+__all__ = ["Dataset", "fetch", "load", "names", "verify", "where"]
+
+Array = torch.Tensor | np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, init=False, eq=False, repr=False)
+class Dataset:
+    """Training and test samples, checked once here so that training never meets a wrong one.
+
+    Floating x becomes float32, uint8 x (images) float32 in [0, 1], other integers (token ids) int64; y becomes int64.
+    `classes` defaults to the largest label plus one. Inputs are never changed, and not copied where they need no
+    conversion.
+    """
+
+    x_train: torch.Tensor
+    y_train: torch.Tensor
+    x_test: torch.Tensor
+    y_test: torch.Tensor
+    name: str
+    classes: int
+
+    def __init__(
+        self,
+        x_train: Array,
+        y_train: Array,
+        x_test: Array,
+        y_test: Array,
+        name: str = "custom",
+        classes: int | None = None,
+    ) -> None:
+        if (kinds := (_kind("x_train", x_train), _kind("x_test", x_test)))[0] != kinds[1]:
+            raise SettingError("x_test", kinds[1], f"x_train holds {kinds[0]}; give both the same type")
+        tensors = {
+            "x_train": _samples("x_train", x_train),
+            "y_train": _labels("y_train", y_train),
+            "x_test": _samples("x_test", x_test),
+            "y_test": _labels("y_test", y_test),
+        }
+        for part in ("train", "test"):
+            x, y = tensors[f"x_{part}"], tensors[f"y_{part}"]
+            if len(x) != len(y):
+                raise SettingError(
+                    f"y_{part}", f"{len(y)} labels", f"x_{part} has {len(x)} samples; the two must agree"
+                )
+        if (found := tensors["x_test"].shape[1:]) != (shape := tensors["x_train"].shape[1:]):
+            raise SettingError("x_test", tuple(found), f"samples must have the shape of x_train's, {tuple(shape)}")
+        if classes is None:
+            classes = 1 + int(max(tensors["y_train"].max(), tensors["y_test"].max()))
+        elif isinstance(classes, bool) or not isinstance(classes, int | np.integer) or classes < 1:
+            raise SettingError("classes", classes, "must be a whole number from 1 up, or None to count the labels")
+        for key in ("y_train", "y_test"):
+            _check_range(key, tensors[key], int(classes))
+        for key, value in {**tensors, "name": name, "classes": int(classes)}.items():
+            object.__setattr__(self, key, value)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one sample."""
+        return tuple(self.x_train.shape[1:])
+
+    def __len__(self) -> int:
+        """The number of training samples."""
+        return len(self.x_train)
+
+    def __repr__(self) -> str:
+        return (
+            f"Dataset({self.name!r}, train={len(self)}, test={len(self.x_test)}, "
+            f"shape={self.shape}, classes={self.classes})"
+        )
+
+    def normalized(self) -> Dataset:
+        """The same samples standardised with the training set's mean and deviation.
+
+        Per channel (the first axis) for image-shaped samples, over everything for flat ones. The test set is
+        standardised by the training set's numbers, so it tells nothing about itself. A constant channel becomes 0.
+        """
+        if not self.x_train.is_floating_point():
+            raise SettingError("x_train", "integers", "token ids cannot be normalised; use them as they are")
+        axes = [axis for axis in range(self.x_train.ndim) if axis != 1 or len(self.shape) < 3]
+        std, mean = torch.std_mean(self.x_train, dim=axes, correction=0, keepdim=True)
+        std = torch.where(std > 0, std, torch.ones_like(std))
+        x_train, x_test = (torch.sub(x, mean).div_(std) for x in (self.x_train, self.x_test))
+        return Dataset(x_train, self.y_train, x_test, self.y_test, self.name, self.classes)
+
+
+def load(name: str, data_dir: Where = None, download: bool = True) -> Dataset:
+    """A named dataset, with images as float32 in [0, 1]; fetched first where it is missing and `download` allows."""
+    train, test = sources.read(name, data_dir, download)
+    return Dataset(*train, *test, name=name, classes=sources.SOURCES[name].classes)
+
+
+def _kind(key: str, value: Array) -> str:
+    """How x is to be understood; training and test samples must agree, or one would be scaled and the other not."""
+    if not isinstance(value, torch.Tensor | np.ndarray):
+        raise SettingError(key, type(value).__name__, "give a torch tensor or a numpy array")
+    if value.dtype in (torch.uint8, np.uint8):
+        return "uint8"
+    if isinstance(value, torch.Tensor):
+        letter = "f" if value.dtype.is_floating_point else "c" if value.dtype.is_complex else "i"
+        letter = "b" if value.dtype == torch.bool else letter
+    else:
+        letter = value.dtype.kind
+    if letter not in "biuf":
+        raise SettingError(key, str(value.dtype), "give real numbers")
+    return "integers" if letter in "iu" else "floating"
+
+
+def _tensor(value: Array, dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(dtype)
+    wanted = {torch.float32: np.float32, torch.float64: np.float64, torch.int64: np.int64}[dtype]
+    with np.errstate(over="ignore"):  # what overflows becomes infinite and is refused as such
+        return torch.from_numpy(np.require(value, wanted, ["C", "W"]))
+
+
+def _samples(key: str, value: Array) -> torch.Tensor:
+    kind = _kind(key, value)
+    if value.ndim < 2 or 0 in value.shape:
+        raise SettingError(key, tuple(value.shape), "must have the shape (samples, ...) with none of them 0")
+    if kind == "integers":
+        return _tensor(value, torch.int64)
+    x = _tensor(value, torch.float32)
+    if kind == "uint8":
+        return x.div_(255)  # the conversion has already made a copy
+    low, high = torch.aminmax(x)
+    if not bool(torch.isfinite(low) & torch.isfinite(high)):
+        at = int((~torch.isfinite(x)).flatten(1).any(1).nonzero()[0])
+        bad = x[at][~torch.isfinite(x[at])]
+        raise SettingError(f"{key}[{at}]", float(bad[0]), "every number must be finite in float32; drop or mend it")
+    return x
+
+
+def _labels(key: str, value: Array) -> torch.Tensor:
+    kind = _kind(key, value)
+    if value.ndim != 1 or len(value) == 0:
+        raise SettingError(key, tuple(value.shape), "must be one label per sample, with at least one sample")
+    if kind == "floating":
+        whole = _tensor(value, torch.float64)
+        wrong = ((whole != whole.trunc()) | (whole.abs() > 2**53)).nonzero()  # NaN differs from itself
+        if len(wrong):
+            at = int(wrong[0])
+            raise SettingError(f"{key}[{at}]", float(whole[at]), "labels must be whole numbers from 0 up")
+    return _tensor(value, torch.int64)
+
+
+def _check_range(key: str, y: torch.Tensor, classes: int) -> None:
+    wrong = ((y < 0) | (y >= classes)).nonzero()
+    if len(wrong):
+        at = int(wrong[0])
+        fix = f"labels must be from 0 to {classes - 1}" if classes > 0 else "labels must be from 0 up"
+        raise SettingError(f"{key}[{at}]", int(y[at]), fix)

@@ -1,0 +1,100 @@
+"""IDX, the format of MNIST and EMNIST: a magic number, big-endian sizes, then the bytes themselves.
+
+A file may come from anywhere, so nothing is allocated from the sizes it declares: they are checked against the
+bytes that are really there.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import math
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from fedagg.errors import DataError
+
+_UBYTE = 0x08
+_CHUNK = 1 << 20
+_LIMIT = 1 << 32
+"""More bytes than any IDX file in use holds: a small gz file can declare, and hold, far more than memory."""
+
+
+def read_idx(path: str | os.PathLike[str]) -> npt.NDArray[np.uint8]:
+    """Read an IDX file of unsigned bytes with 1 to 4 dimensions, gz or plain; whatever is wrong is a DataError."""
+    path = Path(path)
+    try:
+        with path.open("rb") as raw:
+            packed = raw.read(2) == b"\x1f\x8b"
+            raw.seek(0)
+            if not packed:
+                return _read(raw, path)
+            with gzip.GzipFile(fileobj=raw, mode="rb") as stream:
+                return _read(stream, path)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read ({_one_line(error)})") from error
+
+
+def write_idx(path: str | os.PathLike[str], array: npt.NDArray[np.uint8]) -> None:
+    """Write unsigned bytes as IDX, gz where the name ends so; the same array always gives the same bytes."""
+    path = Path(path)
+    if array.dtype != np.uint8 or not 1 <= array.ndim <= 4 or array.size == 0:
+        raise DataError(f"{path}: an IDX file here holds uint8 in 1 to 4 dimensions, not {array.dtype} {array.shape}")
+    sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
+    content = bytes([0, 0, _UBYTE, array.ndim]) + sizes + array.tobytes()
+    if path.suffix == ".gz":
+        packed = io.BytesIO()
+        with gzip.GzipFile(filename="", fileobj=packed, mode="wb", compresslevel=9, mtime=0) as stream:
+            stream.write(content)
+        content = packed.getvalue()
+    with aside(path) as part:
+        part.write_bytes(content)
+
+
+@contextmanager
+def aside(path: Path) -> Iterator[Path]:
+    """A name next to `path` to write to; moved into place at the end, so no one ever meets half a file."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _read(stream: BinaryIO | gzip.GzipFile, path: Path) -> npt.NDArray[np.uint8]:
+    magic = stream.read(4)
+    if len(magic) < 4 or magic[:2] != b"\0\0":
+        raise DataError(f"{path}: not an IDX file (it begins with {magic.hex() or 'nothing'})")
+    if magic[2] != _UBYTE or not 1 <= magic[3] <= 4:
+        raise DataError(f"{path}: IDX of type {magic[2]:#04x} with {magic[3]} dimensions, not ubyte with 1 to 4")
+    header = stream.read(4 * magic[3])
+    if len(header) < 4 * magic[3]:
+        raise DataError(f"{path}: truncated within its header")
+    shape = tuple(int.from_bytes(header[at : at + 4], "big") for at in range(0, len(header), 4))
+    size = math.prod(shape)
+    if not 0 < size <= _LIMIT:
+        raise DataError(f"{path}: declares the sizes {shape}, which cannot be right")
+    content = bytearray()
+    while len(content) <= size:
+        # One byte more than declared is asked for: it shows trailing bytes, and makes gz check its checksum.
+        chunk = stream.read(min(_CHUNK, size + 1 - len(content)))
+        if not chunk:
+            break
+        content += chunk
+    if len(content) != size:
+        held = f"only {len(content)}" if len(content) < size else "more"
+        raise DataError(f"{path}: declares {size} bytes of {shape} and holds {held}")
+    return np.frombuffer(content, dtype=np.uint8).reshape(shape)
+
+
+def _one_line(error: BaseException) -> str:
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(text.split()) or type(error).__name__

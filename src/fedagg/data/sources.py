@@ -1,0 +1,394 @@
+"""Where the named datasets come from: their files, how they are fetched, and how they are told from damaged ones.
+
+Files lie as their publishers lay them out. A full hash is taken once, when a file is fetched, and by `verify`;
+loading only looks at the size and the structure, which costs nothing next to reading the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tarfile
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import numpy.typing as npt
+
+from fedagg.data.cifar import PIXELS, read_cifar
+from fedagg.data.idx import read_idx
+from fedagg.errors import DataError, unknown
+
+Where = str | os.PathLike[str] | None
+Samples = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
+
+_HERE = Path(__file__).resolve().parent
+_MEMBER_LIMIT = 1 << 30
+
+
+@dataclass(frozen=True)
+class File:
+    """One file of a dataset. `plain_sha256` is for the same file without its gz, which is as welcome."""
+
+    name: str
+    shape: tuple[int, ...]
+    size: int | None = None
+    sha256: str | None = None
+    plain_sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A publisher's archive; `folder` is the folder of the wanted files within it."""
+
+    url: str
+    hash: str
+    folder: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """A named dataset: training files before test files, and for IDX images before labels."""
+
+    folder: str
+    classes: int
+    files: tuple[File, ...]
+    mirrors: tuple[str, ...] = ()
+    archive: Archive | None = None
+    first_label: int = 0
+    transposed: bool = False
+
+
+def _idx(prefix: str, train: int, test: int, *pins: tuple[int, str, str | None]) -> tuple[File, ...]:
+    """The four files of an MNIST-like dataset, with (size, SHA-256, SHA-256 without gz) of each where known."""
+    names = (
+        (f"{prefix}train-images-idx3-ubyte.gz", (train, 28, 28)),
+        (f"{prefix}train-labels-idx1-ubyte.gz", (train,)),
+        (f"{prefix}{'test' if prefix else 't10k'}-images-idx3-ubyte.gz", (test, 28, 28)),
+        (f"{prefix}{'test' if prefix else 't10k'}-labels-idx1-ubyte.gz", (test,)),
+    )
+    if not pins:
+        return tuple(File(name, shape) for name, shape in names)
+    return tuple(File(name, shape, *pin) for (name, shape), pin in zip(names, pins, strict=True))
+
+
+def _bin(labels: int, *rows: tuple[str, int, str]) -> tuple[File, ...]:
+    length = labels + PIXELS
+    return tuple(File(name, (count, length), count * length, sha256) for name, count, sha256 in rows)
+
+
+SOURCES = {
+    "mnist-mini": Source(
+        folder="mnist-mini",
+        classes=10,
+        files=_idx(
+            "",
+            6_000,
+            1_000,
+            (969054, "35e7303648013d2f21d8756301af3b6a705acf815572e29a880c850a77ae09a6", None),
+            (3072, "71ee4db908a22372c87d88857b408f91e2ff3db4fc058ef96d835b0908e44536", None),
+            (163222, "515f438c3295901eeb1541462653753bd47ece531e8e50b9f38cddbc546688b7", None),
+            (521, "4620938512eee1e8cc81bc908b08535f1a3e65a8e781ceaebbb8564dec1ef4b2", None),
+        ),
+    ),
+    "mnist": Source(
+        folder="mnist",
+        classes=10,
+        files=_idx(
+            "",
+            60_000,
+            10_000,
+            (
+                9912422,
+                "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+                "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+            ),
+            (
+                28881,
+                "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+                "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+            ),
+            (
+                1648877,
+                "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+                "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+            ),
+            (
+                4542,
+                "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+                "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+            ),
+        ),
+        mirrors=(
+            "https://ossci-datasets.s3.amazonaws.com/mnist/",
+            "https://storage.googleapis.com/cvdf-datasets/mnist/",
+        ),
+    ),
+    # The hashes of the single letters files are not known here: they are pinned through the archive's MD5 and, once
+    # extracted, through their sample counts.
+    "emnist-letters": Source(
+        folder="emnist",
+        classes=26,
+        files=_idx("emnist-letters-", 124_800, 20_800),
+        archive=Archive(
+            "https://biometrics.nist.gov/cs_links/EMNIST/gzip.zip", "md5:58c8d27c78d21e728a6bc7b3cc06412e", "gzip"
+        ),
+        first_label=1,
+        transposed=True,
+    ),
+    "cifar10": Source(
+        folder="cifar-10-batches-bin",
+        classes=10,
+        files=_bin(
+            1,
+            ("data_batch_1.bin", 10_000, "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5"),
+            ("data_batch_2.bin", 10_000, "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed"),
+            ("data_batch_3.bin", 10_000, "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67"),
+            ("data_batch_4.bin", 10_000, "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48"),
+            ("data_batch_5.bin", 10_000, "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add"),
+            ("test_batch.bin", 10_000, "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b"),
+        ),
+        archive=Archive(
+            "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+            "md5:c32a1d4ab5d03f1284b67883e8d13530",
+            "cifar-10-batches-bin",
+        ),
+    ),
+    "cifar100": Source(
+        folder="cifar-100-binary",
+        classes=100,
+        files=_bin(
+            2,
+            ("train.bin", 50_000, "f31298fc616915fa142368359df1c4ca2ae984d6915ca468b998a5ec6aeebf29"),
+            ("test.bin", 10_000, "d8b1e6b7b3bee4020055f0699b111f60b1af1e262aeb93a0b659061746f8224a"),
+        ),
+        archive=Archive(
+            "https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
+            "md5:03b5dce01913d631647c71ecec9e9cb8",
+            "cifar-100-binary",
+        ),
+    ),
+}
+
+
+def names() -> list[str]:
+    """The datasets that `load` knows, the embedded one first."""
+    return list(SOURCES)
+
+
+def where(data_dir: Where = None) -> Path:
+    """The folder of downloaded data: the argument, else the environment's FEDAGG_DATA, else the user's cache."""
+    chosen = data_dir or os.environ.get("FEDAGG_DATA")
+    if chosen:
+        return Path(chosen).expanduser()
+    import platformdirs
+
+    return platformdirs.user_cache_path("fedagg")
+
+
+def fetch(name: str, data_dir: Where = None) -> Path:
+    """Download what is missing, check the hash of every file, and return the folder they lie in.
+
+    A wrong file that is already there is not ours to overwrite: it is an error that says to delete it.
+    """
+    source = _source(name)
+    folder = _folder(name, data_dir)
+    for path in _paths(source, folder):
+        if os.path.isfile(path) and not _right(source, path):
+            raise DataError(_damaged(name, path, "its content is not what was published"))
+    _download(name, folder)
+    return folder
+
+
+def verify(name: str, data_dir: Where = None) -> list[tuple[Path, bool]]:
+    """Every file of the dataset, and whether it is there with the published content, by its full hash."""
+    source = _source(name)
+    return [(path, os.path.isfile(path) and _right(source, path)) for path in _paths(source, _folder(name, data_dir))]
+
+
+def read(name: str, data_dir: Where = None, download: bool = True) -> tuple[Samples, Samples]:
+    """Training and test samples as published: bytes and labels, upright and with labels from 0."""
+    source = _source(name)
+    folder = _folder(name, data_dir)
+    paths = _paths(source, folder)
+    missing = [path for path in paths if not os.path.isfile(path)]
+    if missing and not download:
+        raise DataError(_missing(name, missing[0], "is missing"))
+    if missing:
+        _download(name, folder)
+        paths = _paths(source, folder)
+    for path in paths:
+        expected = _file(source, path)
+        if path.name == expected.name and expected.size not in (None, path.stat().st_size):
+            raise DataError(_damaged(name, path, f"{path.stat().st_size} bytes, not {expected.size}"))
+    try:
+        if paths[0].suffix == ".bin":
+            return _read_bin(source, paths[:-1]), _read_bin(source, paths[-1:])
+        return _read_idx(source, *paths[:2]), _read_idx(source, *paths[2:])
+    except DataError as error:
+        raise DataError(f"{error}: {_again(name)}") from error
+
+
+def _source(name: str) -> Source:
+    if name not in SOURCES:
+        raise unknown("dataset", name, SOURCES)
+    return SOURCES[name]
+
+
+def _folder(name: str, data_dir: Where) -> Path:
+    """mnist-mini is part of the package, the others are in the data directory."""
+    return (_HERE if name == "mnist-mini" else where(data_dir)) / SOURCES[name].folder
+
+
+def _paths(source: Source, folder: Path) -> list[Path]:
+    """The path of each file; without its gz where only that is there."""
+    paths = [folder / file.name for file in source.files]
+    return [
+        path.with_suffix("")
+        if path.suffix == ".gz" and not os.path.isfile(path) and os.path.isfile(path.with_suffix(""))
+        else path
+        for path in paths
+    ]
+
+
+def _file(source: Source, path: Path) -> File:
+    return next(file for file in source.files if path.name in (file.name, file.name.removesuffix(".gz")))
+
+
+def _right(source: Source, path: Path) -> bool:
+    """Whether a file has the published content: by its hash, or by its structure where no hash is known."""
+    file = _file(source, path)
+    expected = file.sha256 if path.name == file.name else file.plain_sha256
+    try:
+        if expected is None:
+            return read_idx(path).shape == file.shape
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest() == expected
+    except (DataError, OSError):
+        return False
+
+
+def _download(name: str, folder: Path) -> None:
+    """Bring every missing file; each is checked aside and only then moved into place."""
+    source = SOURCES[name]
+    missing = [path for path in _paths(source, folder) if not os.path.isfile(path)]
+    if not missing:
+        return
+    if source.archive is None and not source.mirrors:
+        raise DataError(_missing(name, missing[0], "is missing"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as temporary:
+            scratch = Path(temporary)
+            if source.archive is None:
+                for path in missing:
+                    sha256 = f"sha256:{_file(source, path).sha256}"
+                    urls = [mirror + path.name for mirror in source.mirrors]
+                    _place(name, _retrieve(urls, sha256, scratch), path)
+            else:
+                archive = _retrieve([source.archive.url], source.archive.hash, scratch)
+                files = [_file(source, path) for path in missing]
+                for path, arrived in zip(missing, extract(archive, source.archive.folder, files, scratch), strict=True):
+                    _place(name, arrived, path)
+    except (OSError, ValueError) as error:
+        # ValueError is how pooch reports a wrong hash; every failure of the network is an OSError.
+        why = "came with a wrong hash" if isinstance(error, ValueError) else "could not be downloaded"
+        raise DataError(_missing(name, missing[0], f"is missing and {why} ({type(error).__name__})")) from error
+
+
+def _retrieve(urls: Sequence[str], known_hash: str, scratch: Path) -> Path:
+    """Download from the first mirror that has the file; the last one's error is the one that counts."""
+    import pooch
+
+    for url in urls[:-1]:
+        try:
+            return Path(str(pooch.retrieve(url, known_hash, fname=url.rsplit("/", 1)[-1], path=scratch)))
+        except (OSError, ValueError):
+            continue
+    return Path(str(pooch.retrieve(urls[-1], known_hash, fname=urls[-1].rsplit("/", 1)[-1], path=scratch)))
+
+
+def _place(name: str, arrived: Path, path: Path) -> None:
+    if not _right(SOURCES[name], arrived):
+        raise DataError(_missing(name, path, "was downloaded and is not what was published"))
+    os.replace(arrived, path)
+
+
+def extract(archive: Path, folder: str, wanted: Sequence[File], into: Path) -> list[Path]:
+    """Take the wanted files, and nothing else, out of that folder of a tar or zip.
+
+    Members are found by their exact names and copied to names of our own, so no path, link or device in the archive
+    can lead out of `into`.
+    """
+    targets = []
+    try:
+        if zipfile.is_zipfile(archive):
+            with zipfile.ZipFile(archive) as zipped:
+                for file in wanted:
+                    info = zipped.getinfo(f"{folder}/{file.name}")
+                    with zipped.open(info) as stream:
+                        targets.append(_copy(stream, info.file_size, file, into))
+        else:
+            with tarfile.open(archive) as tarred:
+                for file in wanted:
+                    member = tarred.getmember(f"{folder}/{file.name}")
+                    contents = tarred.extractfile(member) if member.isreg() else None
+                    if contents is None:
+                        raise DataError(f"{archive.name}: its {member.name} is not a plain file; fetch it again")
+                    with contents:
+                        targets.append(_copy(contents, member.size, file, into))
+    except (KeyError, EOFError, RuntimeError, tarfile.TarError, zipfile.BadZipFile, zlib.error) as error:
+        why = " ".join(str(error).split())
+        raise DataError(f"{archive.name}: not the archive it should be ({why}); fetch it again") from error
+    return targets
+
+
+def _copy(stream: IO[bytes], size: int, file: File, into: Path) -> Path:
+    if size > _MEMBER_LIMIT or file.size not in (None, size):
+        raise DataError(f"{file.name}: {size} bytes in the archive is not its size; fetch it again")
+    target = into / file.name
+    with target.open("wb") as copy:
+        shutil.copyfileobj(stream, copy, 1 << 20)
+    return target
+
+
+def _read_bin(source: Source, paths: Sequence[Path]) -> Samples:
+    parts = [read_cifar(path, coarse=source.classes == 100) for path in paths]
+    return np.concatenate([images for images, _ in parts]), np.concatenate([labels for _, labels in parts])
+
+
+def _read_idx(source: Source, images_path: Path, labels_path: Path) -> Samples:
+    images, stored = read_idx(images_path), read_idx(labels_path)
+    for path, array in ((images_path, images), (labels_path, stored)):
+        if array.shape != _file(source, path).shape:
+            raise DataError(f"{path}: holds {array.shape}, not {_file(source, path).shape}")
+    labels = stored.astype(np.int64) - source.first_label
+    wrong = np.flatnonzero((labels < 0) | (labels >= source.classes))
+    if wrong.size:
+        raise DataError(f"{labels_path}: label {wrong[0]} is {stored[wrong[0]]}, out of range")
+    if source.transposed:
+        images = np.ascontiguousarray(images.transpose(0, 2, 1))
+    return images[:, None], labels
+
+
+def _missing(name: str, path: Path, what: str) -> str:
+    if name == "mnist-mini":
+        return f"{name}: {path.name} {what}; looked in {path.parent}: {_again(name)}"
+    return (
+        f"{name}: {path.name} {what}; looked in {path.parent}: run `fedagg data fetch {name}` with a network, "
+        "put the file there, or name the folder that has it with --data-dir"
+    )
+
+
+def _damaged(name: str, path: Path, why: str) -> str:
+    return f"{path}: damaged ({why}): {_again(name)}"
+
+
+def _again(name: str) -> str:
+    return "install fedagg again" if name == "mnist-mini" else f"delete it and run `fedagg data fetch {name}`"

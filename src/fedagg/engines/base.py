@@ -1,0 +1,191 @@
+"""The seam between what an algorithm is and where its clients run.
+
+An algorithm describes a round's local work as data, a `Work`; an engine carries it out for a list of `Job`s and hands back
+`Chunk`s of results. No engine knows an algorithm by name, and no algorithm knows how many clients train at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fedagg import seeding
+from fedagg.flat import Layout, Model
+from fedagg.meanfield import bound_rates
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
+    """The loss of every sample, (B,)."""
+    return functional.cross_entropy(output, target, reduction="none")
+
+
+@dataclass(frozen=True)
+class Work:
+    r"""What a round asks of every client: at epoch l, for every mini-batch gradient g,
+
+    $$w \leftarrow w - \eta_l\,\bigl(\mathtt{own}\,g + \mathtt{mix}_l\,\mathtt{field} + \mathtt{prox}\,(w-\bar w) - \mathtt{memory}_i\bigr),
+    \qquad \eta_l = \mathtt{rate}_l + \mathtt{slope}_l\,\mathtt{field}\,(w_{i,l}-\bar w)\ \text{kept within}\ [\mathtt{low}, \mathtt{high}].$$
+
+    This covers every method of the package: FedAvg is `rate` alone, FedProx adds `prox`, FedDyn `prox` and `memory`, SCAFFOLD
+    `field` (its c) and `memory` (its c_i), FedCM and FedAgg `own` and `field`, and Theorem 1 is `rate` and `slope`.
+    """
+
+    rate: Tensor  # (L,)
+    slope: Tensor | None = None  # (L, m)
+    low: float = 0.0
+    high: float | Tensor = float("inf")  # one bound, or one per client
+    own: float = 1.0
+    field: Tensor | None = None  # (m, d)
+    mix: Tensor | None = None  # (L, m)
+    prox: float = 0.0
+    memory: bool = False  # subtract the client's own remembered vector, and let it remember
+    mask: Tensor | None = None  # (d,): 0 where a weight must not move
+    trace: bool = False  # keep every epoch's mean gradient and starting point
+    represent: str | None = None  # the head whose input is averaged per class after training (FedGH)
+
+    def rates(self, epoch: int, moved: Tensor, high: float | Tensor) -> Tensor:
+        """η_{i,l} of clients that have moved by `moved` (n, d) from the round's start, (n,)."""
+        rate = self.rate[epoch].to(moved).expand(len(moved))
+        if self.slope is not None and self.field is not None:
+            direction = self.slope[epoch].to(moved) @ self.field
+            rate = bound_rates(rate + moved @ direction, self.low, high)
+        return rate
+
+    def shift(self, epoch: int) -> Tensor | None:
+        """The part of the step that is the same for all clients, (d,)."""
+        if self.mix is None or self.field is None:
+            return None
+        return self.mix[epoch].to(self.field) @ self.field
+
+
+@dataclass(frozen=True)
+class Local:
+    """How a client takes a step, whatever the algorithm: the options of its optimiser."""
+
+    epochs: int
+    batch_size: int
+    optimizer: str = "sgd"
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    clip: float = 0.0  # largest norm of a mini-batch gradient; 0 for none
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def steps(self, size: int) -> int:
+        """Mini-batches an epoch of a client with `size` samples."""
+        return -(-size // self.batch_size)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One client's share of a round."""
+
+    client: int
+    samples: Tensor  # its indices into the training set, (D_i,)
+    epochs: int  # fewer than L for a straggler
+    seed: int  # of its batch order and its dropout
+    position: int = 0  # in the round's list of participants: where per-client bounds are looked up
+
+    def order(self) -> Tensor:
+        """Indices into the training set in the order they are used, (epochs, D_i)."""
+        return self.samples[seeding.batches(self.seed, len(self.samples), self.epochs)]
+
+
+@dataclass
+class Chunk:
+    """What n clients bring home. Tensors stay on the engine's device; the first axis is the client."""
+
+    jobs: Sequence[Job]
+    delta: Tensor  # w_i - w̄, (n, d)
+    buffers: Tensor  # (n, b)
+    loss: Tensor  # mean over the steps made, (n,)
+    rates: Tensor  # η_{i,l}, (n, L); 0 in epochs not made
+    steps: Tensor  # mini-batches in all, (n,)
+    memory: Tensor | None = None  # the remembered vectors the clients trained with, (n, d)
+    gradients: Tensor | None = None  # mean mini-batch gradient of each epoch, (n, L, d)
+    path: Tensor | None = None  # w_{i,l} - w̄, (n, L+1, d)
+    classes: Tensor | None = None  # per-class mean representations, (n, classes, features)
+    counts: Tensor | None = None  # samples per class, (n, classes)
+    travel: Tensor = field(init=False)  # Σ over steps of the rate, (n,)
+    numbers: list[int] = field(init=False)  # how many each update arrives with: d, unless something went wrong on the way
+
+    def __post_init__(self) -> None:
+        epochs = torch.tensor([max(job.epochs, 1) for job in self.jobs], device=self.steps.device)
+        self.travel = self.rates.sum(1) * (self.steps / epochs).to(self.rates.dtype)
+        self.numbers = [self.delta.shape[1]] * len(self.jobs)
+
+
+class Memory(Protocol):
+    """Per-client vectors that outlive a round (FedDyn's g_k, SCAFFOLD's c_i)."""
+
+    def read(self, clients: Sequence[int]) -> Tensor: ...
+
+
+@dataclass
+class Setting:
+    """What an engine works on: the network, the training data on its device, and the local options."""
+
+    module: nn.Module
+    x: Tensor
+    y: Tensor
+    classes: int
+    local: Local
+    device: torch.device
+    loss: Loss = cross_entropy
+    layout: Layout = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.layout = Layout(self.module)
+        self.x, self.y = self.x.to(self.device), self.y.to(self.device)
+
+
+class Engine(Protocol):
+    """Trains clients. `note` says in words what form was picked and why, for the record."""
+
+    note: str
+
+    def run(self, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> Iterator[Chunk]: ...
+
+
+class Stepper:
+    """The client's optimiser on flat vectors: turns a direction into a step. Works on (d,) and on stacks (n, d)."""
+
+    def __init__(self, local: Local, like: Tensor) -> None:
+        self.local = local
+        self.m = torch.zeros_like(like) if local.momentum or local.optimizer == "adam" else None
+        self.v = torch.zeros_like(like) if local.optimizer == "adam" else None
+        self.count = torch.zeros(*like.shape[:-1], 1, device=like.device)
+
+    def gradient(self, g: Tensor, w: Tensor) -> Tensor:
+        """Clipping and weight decay act on the client's own gradient, before the algorithm mixes anything in."""
+        if self.local.clip:
+            g = g * (self.local.clip / g.norm(dim=-1, keepdim=True).clamp_min(1e-12)).clamp(max=1.0)
+        return g + self.local.weight_decay * w if self.local.weight_decay else g
+
+    def direction(self, d: Tensor, active: Tensor | None = None) -> Tensor:
+        """`active` (n, 1) marks the clients that really make this step: the others' state must not move."""
+        if self.m is None:
+            return d
+        keep = torch.ones_like(self.count) if active is None else active
+        if self.v is None:
+            self.m.copy_(torch.where(keep > 0, self.local.momentum * self.m + d, self.m))
+            return self.m
+        b1, b2 = self.local.betas
+        self.count += keep
+        self.m.copy_(torch.where(keep > 0, b1 * self.m + (1 - b1) * d, self.m))
+        self.v.copy_(torch.where(keep > 0, b2 * self.v + (1 - b2) * d * d, self.v))
+        count = self.count.clamp_min(1)
+        return (self.m / (1 - b1**count)) / ((self.v / (1 - b2**count)).sqrt() + self.local.eps)
+
+
+def class_means(features: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    """Sums of representations by class, (classes, features), and how many there were, (classes,)."""
+    sums = features.new_zeros(classes, features.shape[-1]).index_add_(0, labels, features)
+    return sums, torch.bincount(labels, minlength=classes).to(features.dtype)

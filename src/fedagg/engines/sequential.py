@@ -1,0 +1,91 @@
+"""The plain engine: one client after another, one mini-batch after another. The others are tested against it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fedagg import seeding
+from fedagg.engines.base import Chunk, Job, Memory, Setting, Stepper, Work, class_means
+from fedagg.flat import Model, Workspace
+
+
+class Sequential:
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.space = Workspace(setting.module, setting.layout, setting.device)
+        self.note = "one client at a time"
+
+    def run(self, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> Iterator[Chunk]:
+        for job in jobs:
+            own = memory.read([job.client])[0].to(self.setting.device) if memory and work.memory else None
+            with seeding.seeded_global(job.seed, self.setting.device):
+                yield self.client(model, work, job, own)
+
+    def client(self, model: Model, work: Work, job: Job, own: Tensor | None) -> Chunk:
+        s, space, local = self.setting, self.space, self.setting.local
+        space.load(model)
+        space.module.train()
+        stepper = Stepper(local, space.w)
+        high = work.high[job.position] if isinstance(work.high, Tensor) else work.high
+        rates, losses = torch.zeros(local.epochs, device=s.device), torch.zeros((), device=s.device)
+        gradients = torch.zeros(local.epochs, s.layout.d, device=s.device) if work.trace else None
+        path = torch.zeros(local.epochs + 1, s.layout.d, device=s.device) if work.trace else None
+        order, steps = job.order().to(s.device), 0
+
+        for epoch in range(job.epochs):
+            rate = rates[epoch] = work.rates(epoch, (space.w - model.w)[None], high)[0]
+            shift = work.shift(epoch)
+            batches = order[epoch].split(local.batch_size)
+            for batch in batches:
+                space.g.zero_()
+                loss = s.loss(space.module(s.x[batch]), s.y[batch]).mean()
+                loss.backward()
+                losses += loss.detach()
+                with torch.no_grad():
+                    if gradients is not None:
+                        gradients[epoch] += space.g / len(batches)
+                    g = stepper.gradient(space.g, space.w)
+                    d = work.own * g
+                    if shift is not None:
+                        d = d + shift
+                    if work.prox:
+                        d = d + work.prox * (space.w - model.w)
+                    if own is not None:
+                        d = d - own
+                    d = stepper.direction(d)
+                    if work.mask is not None:
+                        d = d * work.mask
+                    space.w -= rate * d
+                steps += 1
+            if path is not None:
+                path[epoch + 1 :] = space.w - model.w
+
+        means, counts = self.represent(work.represent, job) if work.represent else (None, None)
+        return Chunk(
+            jobs=[job],
+            delta=(space.w - model.w)[None],
+            buffers=space.statistics()[None],
+            loss=losses[None] / max(steps, 1),
+            rates=rates[None],
+            steps=torch.tensor([steps], device=s.device),
+            memory=None if own is None else own[None],
+            gradients=None if gradients is None else gradients[None],
+            path=None if path is None else path[None],
+            classes=means,
+            counts=counts,
+        )
+
+    @torch.no_grad()
+    def represent(self, head: str, job: Job) -> tuple[Tensor, Tensor]:
+        """Per-class means of what the head is fed, by the trained local model on the client's own data."""
+        s, seen = self.setting, []
+        hook = self.space.module.get_submodule(head).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        self.space.module.eval()
+        for batch in job.samples.to(s.device).split(512):
+            self.space.module(s.x[batch])
+        hook.remove()
+        sums, counts = class_means(torch.cat(seen), s.y[job.samples.to(s.device)], s.classes)
+        return (sums / counts.clamp_min(1)[:, None])[None], counts[None]

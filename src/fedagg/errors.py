@@ -1,0 +1,34 @@
+"""The errors that people see: one line that names the setting, the value and the fix."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FedaggError(Exception):
+    """Something the user can mend. The command line prints it as one line and exits with status 2."""
+
+
+class SettingError(FedaggError):
+    """A setting has a value that cannot work."""
+
+    def __init__(self, setting: str, value: object, fix: str) -> None:
+        self.setting, self.value, self.fix = setting, value, fix
+        super().__init__(f"{setting} = {value!r}: {fix}")
+
+
+class DataError(FedaggError):
+    """A data file is missing, damaged, or not what it claims to be."""
+
+
+class FedaggWarning(UserWarning):
+    """Something the user should know, and nothing has to be done about. The command line prints it as one line."""
+
+
+def unknown(setting: str, value: object, known: Iterable[str]) -> SettingError:
+    """The error for a name that does not exist, with the nearest one that does."""
+    names = sorted(known)
+    near = [n for n in names if value and n.startswith(str(value))] or difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return SettingError(setting, value, f"{hint}choose one of {', '.join(names)}")

@@ -1,0 +1,46 @@
+"""Loss and accuracy of the global model on the whole test set."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedagg.engines.base import Setting
+from fedagg.flat import Model, Workspace
+
+BATCH = {"cpu": 500, "cuda": 10_000}
+
+
+class Evaluator:
+    def __init__(self, setting: Setting, x: Tensor, y: Tensor) -> None:
+        self.setting = setting
+        self.space = Workspace(setting.module, setting.layout, setting.device)
+        self.x, self.y = x.to(setting.device), y.to(setting.device)
+        self.batch = BATCH[setting.device.type]
+
+    @torch.no_grad()
+    def samples(self, model: Model) -> tuple[Tensor, Tensor]:
+        """Loss and hit of every test sample."""
+        self.space.load(model)
+        self.space.module.eval()
+        losses, hits = [], []
+        for x, y in zip(self.x.split(self.batch), self.y.split(self.batch), strict=True):
+            output = self.space.module(x)
+            losses.append(self.setting.loss(output, y))
+            hits.append(output.argmax(-1) == y)
+        return torch.cat(losses), torch.cat(hits)
+
+    def __call__(self, model: Model) -> tuple[float, float]:
+        """Mean loss and accuracy; one transfer from the device."""
+        losses, hits = self.samples(model)
+        loss, accuracy = torch.stack([losses.double().mean(), hits.double().mean()]).tolist()
+        return loss, accuracy
+
+    def personal(self, model: Model, own: Tensor) -> float:
+        """Accuracy on the test set re-weighted to the label distribution of a client's own samples."""
+        _, hits = self.samples(model)
+        classes = self.setting.classes
+        wanted = torch.bincount(self.setting.y[own.to(self.y.device)], minlength=classes).double()
+        present = torch.bincount(self.y, minlength=classes).double()
+        weights = (wanted / present.clamp_min(1))[self.y]
+        return float((weights * hits).sum() / weights.sum())

@@ -1,0 +1,48 @@
+"""Clients that drop out, fall behind or send nonsense: seeded, so that a bad day can be repeated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fedagg import seeding
+from fedagg.engines.base import Chunk
+
+
+
+@dataclass(frozen=True)
+class Faults:
+    seed: int = 0
+    dropout: float = 0.0  # share of participants that never answer
+    straggler: float = 0.0  # share that stop after some of their epochs
+    corrupt_rate: float = 0.0  # share that answer nonsense: not a number, infinity, or an update a million times too long
+    flip: float = 0.0  # share of clients that are hostile: always the same ones, they send their update reversed
+
+    def happens(self, rate: float, *where: object) -> bool:
+        return rate > 0 and bool(seeding.numpy_generator(self.seed, "fault", *where).random() < rate)
+
+    def drops(self, t: int, client: int) -> bool:
+        return self.happens(self.dropout, "dropout", t, client)
+
+    def epochs(self, t: int, client: int, epochs: int) -> int:
+        """How many of its epochs a client gets done: at least one."""
+        if epochs < 2 or not self.happens(self.straggler, "straggler", t, client):
+            return epochs
+        return int(seeding.numpy_generator(self.seed, "fault", "epochs", t, client).integers(1, epochs))
+
+    def corrupt(self, t: int, chunk: Chunk) -> None:
+        """Alter what these clients send, in place."""
+        for row, job in enumerate(chunk.jobs):
+            if self.happens(self.flip, "flip", job.client):
+                chunk.delta[row] *= -1.0
+            if self.happens(self.corrupt_rate, "corrupt", t, job.client):
+                kind = int(seeding.numpy_generator(self.seed, "fault", "kind", t, job.client).integers(3))
+                size = len(chunk.delta[row])
+                where = torch.arange(0, size, max(1, size // 7), device=chunk.delta.device)
+                if kind == 0:
+                    chunk.delta[row, where] = float("nan")
+                elif kind == 1:
+                    chunk.delta[row, where] = float("inf")
+                else:
+                    chunk.delta[row] *= 1e6

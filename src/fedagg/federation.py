@@ -1,0 +1,377 @@
+"""A run's life, from top to bottom: configuration, data, clients, rounds, record."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import fedagg
+from fedagg import algorithms, checkpoint, engines, models, partition, record, seeding
+from fedagg.checkpoint import Checkpoint
+from fedagg.clients import Clients, NoClients
+from fedagg.config import Config, resolve
+from fedagg.data import Dataset, load
+from fedagg.engines.base import Local, Loss, Setting, Work, cross_entropy
+from fedagg.errors import FedaggError, SettingError
+from fedagg.evaluate import Evaluator
+from fedagg.faults import Faults
+from fedagg.flat import Layout, Model
+from fedagg.memory import ClientMemory
+from fedagg.quantize import Downlink
+
+CHECKPOINT_SECONDS = 45.0
+
+
+class Callback(Protocol):
+    """Watches a run: progress displays, trackers."""
+
+    def started(self, config: Config, done: int) -> None: ...
+
+    def round_done(self, row: dict[str, Any]) -> None: ...
+
+    def finished(self, result: Result) -> None: ...
+
+
+@dataclass
+class Result:
+    """What a run leaves behind."""
+
+    config: Config
+    history: list[dict[str, Any]]
+    model: nn.Module
+    accuracy: float
+    best_accuracy: float
+    loss: float
+    seconds: float
+    run: Path | None = None
+    interrupted: bool = False
+    figures: dict[str, float] = field(default_factory=dict)
+
+    def summary(self) -> dict[str, Any]:
+        """The object that `--json` prints."""
+        c = self.config
+        return {
+            "algorithm": c.algorithm,
+            "variant": c.variant,
+            "dataset": c.dataset,
+            "model": c.model,
+            "partition": c.partition,
+            "seed": c.seed,
+            "rounds": len(self.history),
+            "accuracy": self.accuracy,
+            "best_accuracy": self.best_accuracy,
+            "loss": self.loss,
+            "seconds": round(self.seconds, 3),
+            "run": str(self.run) if self.run else None,
+            **({"interrupted": True} if self.interrupted else {}),
+            **self.figures,
+        }
+
+
+def run(
+    config: Config | None = None,
+    *,
+    data: Dataset | None = None,
+    model: nn.Module | str | None = None,
+    parts: Sequence[Any] | None = None,
+    loss: Loss = cross_entropy,
+    preset: str | None = None,
+    out: str | Path | None = None,
+    resume: str | Path | None = None,
+    callbacks: Sequence[Callback] = (),
+    **settings: Any,
+) -> Result:
+    """Train one federated model.
+
+    Args:
+        config: a complete configuration; else `settings` and `preset` make one. Keyword names are the command line's options.
+        data: your own data in place of a named set.
+        model: a name, or your own module.
+        parts: your own partition, an index array per client.
+        loss: per-sample loss of (output, target), (B,); cross-entropy by default.
+        out: the run folder; without one nothing is written.
+        resume: a run folder to go on with.
+        callbacks: watch the run.
+    """
+    if isinstance(model, str):
+        settings["model"], model = model, None
+    if config is None:
+        given = {"dataset": data.name if data else None, "model": "custom" if model is not None else None}
+        if data is not None and data.name not in fedagg.data.names():
+            given["dataset"] = "custom"
+        if parts is not None:
+            given |= {"partition": "custom", "clients": len(parts)}
+        config = resolve({**{k: v for k, v in given.items() if v is not None}, **settings}, preset=preset)
+    device = pick_device(config.device)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+
+    data = data or load(config.dataset, config.data_dir)
+    data = data.normalized() if config.normalize else data
+    parts = check_parts(parts, data) if parts is not None else deal(config, data)
+    module = copy.deepcopy(model) if model is not None else build_model(config, data)
+    layout = Layout(module)
+    if layout.d == 0:
+        raise SettingError("model", config.model, "has no trainable parameters")
+
+    local = Local(
+        epochs=config.epochs,
+        batch_size=config.batch_size,
+        optimizer=config.client_optimizer,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        clip=config.clip,
+    )
+    setting = Setting(module, data.x_train, data.y_train, data.classes, local, device, loss)
+    algorithm = algorithms.build(config.method, config.model_dump())
+    now = layout.pack(module).to(device)
+    algorithm.start(now, module, layout)
+    engine = engines.build(config.engine, setting, config)
+    evaluator = Evaluator(setting, data.x_test, data.y_test)
+    samples = Samples(parts)
+    memory = ClientMemory(len(samples), layout.d, spill(config, len(samples), layout.d)) if algorithm.remembers else None
+    downlink = Downlink(config.downlink_bits, config.seed)
+
+    def participants(t: int) -> Clients:
+        return Clients(
+            engine=engine,
+            t=t,
+            ids=seeding.participants(config.seed, t, config.clients, config.per_round),
+            samples=samples,
+            total=config.clients,
+            local=local,
+            lr=config.lr,
+            seed=config.seed,
+            model=now,
+            memory=memory,
+            remember=algorithm.remember,
+            faults=Faults(
+                config.seed, config.dropout_rate, config.straggler_rate, config.corrupt_rate, config.flip_rate
+            ),
+            robust=config.robust,
+            trim=config.trim,
+            downlink=downlink,
+        )
+
+    environment = record.environment(device, engine.note, fedagg.__version__)
+    if resume is not None:
+        book = record.Record.resume(Path(resume), config, environment)
+    else:
+        book = record.Record(Path(out) if out is not None else None, config, environment)
+    average = now.w
+    done, before = 0, 0.0
+    if book.resumed is not None:
+        done, before = book.resumed.round, float(book.resumed.facts["seconds"])
+        now, average = revive(book.resumed, algorithm, memory, downlink, device)
+    for callback in callbacks:
+        callback.started(config, done)
+
+    started, saved, interrupted = time.perf_counter(), time.perf_counter(), False
+    shown = algorithm.reported(now)
+    try:
+        algorithm.prepare(now, participants, config.rounds)
+        for t in range(done, config.rounds):
+            clock = time.perf_counter()
+            clients = participants(t)
+            try:
+                now = algorithm.round(now, clients)
+            except NoClients:
+                pass  # the model stays as it was; the record says that every client was left out
+            average = average + min(1.0, 9.0 / (t + 9.0)) * (now.w - average)
+            shown = Model(average, now.buffers) if config.average else algorithm.reported(now)
+            row = describe(t, clients, algorithm)
+            if (t + 1) % config.eval_every == 0 or t + 1 == config.rounds:
+                row["loss"], row["accuracy"] = evaluator(shown)
+            row["seconds"] = round(time.perf_counter() - clock, 6)
+            book.round(row, describe_clients(t, clients))
+            for callback in callbacks:
+                callback.round_done(row)
+            done = t + 1
+            due = done % config.checkpoint_every == 0 if config.checkpoint_every else time.perf_counter() - saved > CHECKPOINT_SECONDS
+            if due and done < config.rounds:
+                seconds = before + time.perf_counter() - started
+                book.checkpoint(freeze(done, now, average, algorithm, memory, downlink, seconds))
+                saved = time.perf_counter()
+    except KeyboardInterrupt:
+        interrupted = True
+    seconds = before + time.perf_counter() - started
+    if book.history:
+        book.checkpoint(freeze(done, now, average, algorithm, memory, downlink, seconds))
+    shown_module = layout.unpack(shown.to(torch.device("cpu")), module)
+    book.model(shown_module)
+
+    figures: dict[str, float] = {}
+    fit = algorithm.personalised()
+    if fit is not None and not interrupted:
+        figures["personal_accuracy"] = personal_accuracy(engine, participants(config.rounds), fit, now, evaluator)
+    scored = [row for row in book.history if "accuracy" in row]
+    result = Result(
+        config=config,
+        history=book.history,
+        model=shown_module,
+        accuracy=scored[-1]["accuracy"] if scored else math.nan,
+        best_accuracy=max((row["accuracy"] for row in scored), default=math.nan),
+        loss=scored[-1]["loss"] if scored else math.nan,
+        seconds=seconds,
+        run=book.folder,
+        interrupted=interrupted,
+        figures=figures,
+    )
+    book.result(result.summary())
+    for callback in callbacks:
+        callback.finished(result)
+    return result
+
+
+class Samples:
+    """A client's sample indices as a tensor, made when asked for: a million clients cost their arrays and no more."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self.parts = parts
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __call__(self, client: int) -> Tensor:
+        return torch.as_tensor(np.asarray(self.parts[client]), dtype=torch.int64)
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise SettingError("device", name, "choose auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SettingError("device", name, "torch sees no CUDA device here; choose cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise SettingError("device", name, "choose auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def deal(config: Config, data: Dataset) -> Sequence[Any]:
+    if config.partition == "custom":
+        raise SettingError("partition", "custom", "give your own partition from Python as parts=[...]")
+    return partition.partition(
+        config.partition, data.y_train.numpy(), config.clients, config.seed, sigma=config.sigma, per_client=config.shards
+    )
+
+
+def check_parts(parts: Sequence[Any], data: Dataset) -> Sequence[Any]:
+    for client, part in enumerate(parts):
+        indices = np.asarray(part)
+        if indices.ndim != 1 or len(indices) == 0 or indices.min() < 0 or indices.max() >= len(data):
+            raise SettingError("parts", f"client {client}", f"give at least one index from 0 to {len(data) - 1}")
+    return parts
+
+
+def build_model(config: Config, data: Dataset) -> nn.Module:
+    if config.model == "custom":
+        raise SettingError("model", "custom", "give your own module from Python as model=...")
+    seed = seeding.derive(config.seed, "model")
+    return models.build(config.model, data.shape, data.classes, norm=config.norm, dropout=config.dropout, seed=seed)
+
+
+def spill(config: Config, clients: int, d: int) -> str | None:
+    """A file for per-client vectors when they would take more memory than they should (4 GiB)."""
+    if config.client_memory == "disk" or (config.client_memory == "auto" and clients * d * 4 > 4 << 30):
+        import tempfile
+
+        return str(Path(tempfile.mkdtemp(prefix="fedagg-")) / "memory.bin")
+    return None
+
+
+def describe(t: int, clients: Clients, algorithm: algorithms.Algorithm) -> dict[str, Any]:
+    """A line of metrics.jsonl."""
+    row: dict[str, Any] = {"round": t + 1}
+    out = clients.outcome
+    if out is not None:
+        row["train_loss"] = float(out.theta @ out.loss)
+        row["rate_mean"], row["rate_min"], row["rate_max"] = (
+            stat.tolist() for stat in (out.rates.mean(0), out.rates.amin(0), out.rates.amax(0))
+        )
+        row["drift"], row["drift_max"] = float(out.norm2.sqrt().mean()), float(out.norm2.sqrt().max())
+    return row | {
+        "passes": clients.passes,
+        "participants": len(clients.ids),
+        "left_out": len(clients.left_out),
+        "causes": sorted(set(clients.left_out.values())),
+        "samples": clients.samples_seen,
+        "bytes_up": clients.bytes_up,
+        "bytes_down": clients.bytes_down,
+        **{name: value for name, value in algorithm.figures().items() if math.isfinite(value)},
+    }
+
+
+def describe_clients(t: int, clients: Clients) -> dict[str, Any]:
+    """A line of clients.jsonl: what each participant did."""
+    row: dict[str, Any] = {"round": t + 1, "left_out": {str(k): v for k, v in sorted(clients.left_out.items())}}
+    out = clients.outcome
+    if out is not None:
+        row |= {
+            "clients": out.clients,
+            "rates": [[float(f"{r:.6g}") for r in rates] for rates in out.rates.tolist()],
+            "loss": [float(f"{v:.6g}") for v in out.loss.tolist()],
+            "moved": [float(f"{v:.6g}") for v in out.norm2.sqrt().tolist()],
+        }
+    return row
+
+
+def freeze(
+    done: int,
+    now: Model,
+    average: Tensor,
+    algorithm: algorithms.Algorithm,
+    memory: ClientMemory | None,
+    downlink: Downlink,
+    seconds: float,
+) -> Checkpoint:
+    tensors = {"w": now.w, "buffers": now.buffers, "average": average} | checkpoint.prefixed("state", algorithm.state)
+    if downlink.error is not None:
+        tensors["downlink"] = downlink.error
+    if memory is not None and memory.rows:
+        ids = sorted(memory.rows)
+        tensors["memory/ids"] = torch.tensor(ids)
+        tensors["memory/rows"] = memory.read(ids)
+    return Checkpoint(done, tensors, {"seconds": seconds})
+
+
+def revive(
+    saved: Checkpoint,
+    algorithm: algorithms.Algorithm,
+    memory: ClientMemory | None,
+    downlink: Downlink,
+    device: torch.device,
+) -> tuple[Model, Tensor]:
+    downlink.error = saved.tensors.get("downlink")
+    algorithm.state |= checkpoint.under("state", saved.tensors, device)
+    if memory is not None and "memory/ids" in saved.tensors:
+        for client, row in zip(saved.tensors["memory/ids"].tolist(), saved.tensors["memory/rows"], strict=True):
+            memory.write(client, row)
+    t = saved.tensors
+    return Model(t["w"].to(device), t["buffers"].to(device)), t["average"].to(device)
+
+
+def personal_accuracy(
+    engine: engines.Engine, clients: Clients, fit: Work, model: Model, evaluator: Callable[..., Any]
+) -> float:
+    """Mean over some clients of the accuracy after fitting the model to each, weighted by the client's own labels."""
+    scores = []
+    for chunk in engine.run(model, fit, clients.jobs(), None):
+        for job, delta, buffers in zip(chunk.jobs, chunk.delta, chunk.buffers, strict=True):
+            scores.append(evaluator.personal(Model(model.w + delta, buffers), job.samples))
+    if not scores:
+        raise FedaggError("no client was left to personalise the model for")
+    return sum(scores) / len(scores)

@@ -1,0 +1,102 @@
+"""Writing files so that nobody ever sees half of one: written aside, flushed, moved into place."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from fedagg.errors import FedaggError, SettingError
+
+
+def write(path: Path, content: bytes | str) -> None:
+    """Replace `path` by `content` in one step; a failure leaves what was there before, and one line that says so."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(aside, "wb") as handle:
+            handle.write(content.encode() if isinstance(content, str) else content)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(aside, path)
+        flush(path.parent)
+    except OSError as error:
+        with suppress(OSError):
+            aside.unlink()
+        raise FedaggError(f"{path}: cannot be written ({reason(error)}); free some space or choose another --out") from None
+
+
+def append(path: Path, line: str) -> None:
+    """Add a line; where only a part of it fits, nothing is added."""
+    try:
+        with open(path, "ab") as handle:
+            before = handle.tell()
+            try:
+                handle.write(line.encode() + b"\n")
+                handle.flush()
+            except OSError:
+                with suppress(OSError):
+                    os.truncate(path, before)
+                raise
+    except OSError as error:
+        raise FedaggError(
+            f"{path}: cannot be written ({reason(error)}); make room, then go on with --resume {path.parent}"
+        ) from None
+
+
+def flush(path: Path) -> None:
+    """See a file, or the names in a folder, safely onto the disk."""
+    if path.is_dir() and sys.platform == "win32":
+        return
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def tidy(path: Path) -> None:
+    """Remove what a killed process was still writing aside."""
+    for part in path.glob(".*.part"):
+        with suppress(OSError):
+            part.unlink()
+
+
+def folder(path: Path, setting: str = "out") -> Path:
+    """Make a folder, or say in one line why not."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f".probe.{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise FedaggError(f"{setting} = {str(path)!r}: {reason(error)}; choose a folder you can write to") from None
+    return path
+
+
+class Claim:
+    """A folder that one process works in at a time. The operating system lets go of it when the process dies."""
+
+    def __init__(self, path: Path, setting: str) -> None:
+        self.handle: int | None = None
+        if sys.platform == "win32":
+            return
+        import fcntl
+
+        self.handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise SettingError(setting, str(path), "is in use by another process; wait for it, or stop it") from None
+        except OSError:
+            self.release()  # a file system without locks: two runs in one folder go unnoticed there
+
+    def release(self) -> None:
+        if self.handle is not None:
+            os.close(self.handle)
+            self.handle = None
+
+
+def reason(error: OSError) -> str:
+    return error.strerror or str(error) or type(error).__name__

@@ -1,0 +1,108 @@
+"""A model as two flat vectors: the trainable weights w, and the buffers that are only ever averaged.
+
+All the mathematics of the package (directions, distances, mean fields, server optimisers) is written on w as the paper
+writes it, a vector in R^d; this file is the only one that knows how a vector becomes a module again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Model:
+    """The global model: weights (d,) and buffers (b,), such as the running statistics of batch normalisation."""
+
+    w: Tensor
+    buffers: Tensor
+
+    def moved(self, step: Tensor, buffers: Tensor) -> Model:
+        return Model(self.w + step, buffers)
+
+    def to(self, device: torch.device) -> Model:
+        return Model(self.w.to(device), self.buffers.to(device))
+
+
+class Layout:
+    """Where each parameter and buffer of a module lies in the flat vectors.
+
+    Integer buffers (batch counters) travel as floats beside the statistics they count, are averaged like them, and are
+    rounded when they are written back.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parameters = [(name, p.shape) for name, p in module.named_parameters() if p.requires_grad]
+        self.buffers = [(name, b.shape, b.dtype) for name, b in module.named_buffers()]
+        self.d = sum(shape.numel() for _, shape in self.parameters)
+        self.b = sum(shape.numel() for _, shape, _ in self.buffers)
+
+    def weights(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """(name, view) of every parameter in a vector (d,) or a stack (n, d): views have the stack's leading axes."""
+        at = 0
+        for name, shape in self.parameters:
+            yield name, vector[..., at : at + shape.numel()].unflatten(-1, shape or (1,))
+            at += shape.numel()
+
+    def statistics(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
+        at = 0
+        for name, shape, dtype in self.buffers:
+            piece = vector[..., at : at + shape.numel()].reshape(*vector.shape[:-1], *shape)
+            yield name, piece.to(dtype) if dtype.is_floating_point else piece.round().to(dtype)
+            at += shape.numel()
+
+    def mask(self, names: set[str]) -> Tensor:
+        """1 at the coordinates of the named parameters, 0 elsewhere."""
+        mask = torch.zeros(self.d)
+        for name, piece in self.weights(mask):
+            if name in names:
+                piece.fill_(1.0)
+        return mask
+
+    def pack(self, module: nn.Module) -> Model:
+        device = next(module.parameters()).device
+        parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        w = torch.cat([parameters[name].detach().reshape(-1).float() for name, _ in self.parameters])
+        pieces = [buffers[name].detach().reshape(-1).float() for name, _, _ in self.buffers]
+        return Model(w, torch.cat(pieces) if pieces else torch.zeros(0, device=device))
+
+    def unpack(self, model: Model, module: nn.Module) -> nn.Module:
+        """Write the vectors into the module's own tensors."""
+        parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        with torch.no_grad():
+            for name, value in self.weights(model.w):
+                parameters[name].copy_(value.reshape(parameters[name].shape))
+            for name, value in self.statistics(model.buffers):
+                buffers[name].copy_(value)
+        return module
+
+
+class Workspace:
+    """A copy of a module whose parameters and gradients are views of two flat vectors, `w` and `g`.
+
+    Loading a model is one copy, a step of SGD one operation on d numbers, and nobody loops over parameters.
+    """
+
+    def __init__(self, module: nn.Module, layout: Layout, device: torch.device) -> None:
+        self.module = copy.deepcopy(module).to(device)
+        self.layout = layout
+        self.w = torch.zeros(layout.d, device=device)
+        self.g = torch.zeros(layout.d, device=device)
+        parameters = dict(self.module.named_parameters())
+        for (name, view), (_, slot) in zip(layout.weights(self.w), layout.weights(self.g), strict=True):
+            shape = parameters[name].shape
+            parameters[name].data, parameters[name].grad = view.view(shape), slot.view(shape)
+
+    def load(self, model: Model) -> None:
+        self.w.copy_(model.w)
+        buffers = dict(self.module.named_buffers())
+        for name, value in self.layout.statistics(model.buffers):
+            buffers[name].copy_(value)
+
+    def statistics(self) -> Tensor:
+        pieces = [b.reshape(-1).float() for _, b in self.module.named_buffers()]
+        return torch.cat(pieces) if pieces else self.w.new_zeros(0)

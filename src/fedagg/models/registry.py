@@ -1,0 +1,124 @@
+"""Models by name: checks what was asked for, then builds it from a seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fedagg.errors import SettingError, unknown
+from fedagg.models.alexnet import alexnet
+from fedagg.models.cifar10_cnn import cifar10_cnn
+from fedagg.models.densenet import densenet121
+from fedagg.models.googlenet import googlenet
+from fedagg.models.layers import NORMS
+from fedagg.models.lenet5 import lenet5
+from fedagg.models.linear import linear
+from fedagg.models.mnist_cnn import mnist_cnn
+from fedagg.models.resnet import resnet18
+from fedagg.models.vgg import vgg11
+
+SIDES = (28, 32)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How to make a model, and which options it has. `norms` starts with the default; empty means it has no norm."""
+
+    make: Callable[..., nn.Module]
+    norms: tuple[str, ...] = ()
+    dropout: float | None = None
+    any_shape: bool = False
+
+
+ARCHITECTURES = {
+    "linear": Architecture(linear, any_shape=True),
+    "mnist-cnn": Architecture(mnist_cnn),
+    "cifar10-cnn": Architecture(cifar10_cnn, dropout=0.5),
+    "lenet5": Architecture(lenet5),
+    "alexnet": Architecture(alexnet, norms=("none", "batch", "group"), dropout=0.5),
+    "vgg11": Architecture(vgg11, norms=("none", "batch", "group")),
+    "resnet18": Architecture(resnet18, norms=("batch", "group")),
+    "googlenet": Architecture(googlenet, norms=("batch", "group")),
+    "densenet121": Architecture(densenet121, norms=("batch", "group")),
+}
+
+
+def names() -> tuple[str, ...]:
+    """The models `build` knows, small ones first."""
+    return tuple(ARCHITECTURES)
+
+
+def build(
+    name: str,
+    shape: Sequence[int],
+    classes: int,
+    *,
+    norm: str | None = None,
+    dropout: float | None = None,
+    seed: int = 0,
+) -> nn.Module:
+    """Build a model on the CPU, its initial weights a function of `seed` alone.
+
+    Parameters
+    ----------
+    name
+        One of `names()`.
+    shape
+        Shape of one sample, e.g. `(1, 28, 28)`: any number of channels, 28×28 or 32×32 pixels.
+        `linear` takes any shape.
+    classes
+        Number of outputs.
+    norm
+        "batch", "group" or, for alexnet and vgg11, "none". None is the architecture's default.
+        Ignored by architectures without normalisation.
+    dropout
+        Probability of dropping a unit, for cifar10-cnn and alexnet. None is the architecture's default, 0.5.
+    seed
+        Seed of the initial weights. No random state outside this call is read or changed.
+    """
+    if name not in ARCHITECTURES:
+        raise unknown("model", name, ARCHITECTURES)
+    architecture = ARCHITECTURES[name]
+    dims = tuple(shape)
+    _check_shape(name, dims, architecture)
+    if classes < 1:
+        raise SettingError("classes", classes, "a model needs at least 1")
+    options = _norm_option(name, norm, architecture) | _dropout_option(name, dropout, architecture)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        # Not torch.manual_seed: that would reseed every accelerator too, which the fork does not restore.
+        torch.default_generator.manual_seed(seed)
+        return architecture.make(dims, classes, **options)
+
+
+def _check_shape(name: str, shape: tuple[int, ...], architecture: Architecture) -> None:
+    if architecture.any_shape:
+        if math.prod(shape) < 1:
+            raise SettingError("model", name, f"shape {shape} holds no values; give a sample shape such as (1, 28, 28)")
+    elif len(shape) != 3 or shape[0] < 1 or shape[1] != shape[2] or shape[1] not in SIDES:
+        fix = "use (channels, 28, 28) or (channels, 32, 32), or model 'linear', which takes any shape"
+        raise SettingError("model", name, f"shape {shape} does not fit; {fix}")
+
+
+def _norm_option(name: str, norm: str | None, architecture: Architecture) -> dict[str, str]:
+    if norm is not None and norm not in NORMS:
+        raise unknown("norm", norm, NORMS)
+    if not architecture.norms:
+        return {}
+    if norm is not None and norm not in architecture.norms:
+        raise SettingError("norm", norm, f"model {name!r} needs a norm; choose {' or '.join(architecture.norms)}")
+    return {"norm": norm or architecture.norms[0]}
+
+
+def _dropout_option(name: str, dropout: float | None, architecture: Architecture) -> dict[str, float]:
+    if dropout is not None and not 0 <= dropout < 1:
+        raise SettingError("dropout", dropout, "a probability from 0 up to, not including, 1")
+    if architecture.dropout is not None:
+        return {"dropout": architecture.dropout if dropout is None else dropout}
+    if dropout:
+        having = ", ".join(other for other, a in ARCHITECTURES.items() if a.dropout is not None)
+        raise SettingError("dropout", dropout, f"model {name!r} has none; leave it out, or choose one of {having}")
+    return {}

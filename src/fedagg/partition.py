@@ -1,0 +1,253 @@
+"""Who holds which samples: splits of a training set over clients, alike or skewed.
+
+Each split returns one array of indices per client, in ascending order. No sample is given twice and no client is
+left with nothing. The same seed gives the same split, whatever else draws random numbers.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedagg.errors import DataError, SettingError, unknown
+
+Indices = list[npt.NDArray[np.int64]]
+Labels = torch.Tensor | npt.NDArray[Any]
+
+_IID, _SHARDS, _BY_CLIENT, _BY_CLASS = 101, 102, 103, 104
+_TRIES = 100
+_NAMES = ("iid", "shards", "dirichlet", "dirichlet-class")
+
+
+def names() -> list[str]:
+    """The splits that `partition` knows."""
+    return list(_NAMES)
+
+
+def partition(
+    name: str, labels: Labels, clients: int, seed: int = 0, sigma: float = 0.5, per_client: int = 2
+) -> Indices:
+    """The split of that name; `sigma` is for the Dirichlet ones and `per_client` for shards."""
+    if name == "iid":
+        return iid(labels, clients, seed)
+    if name == "shards":
+        return shards(labels, clients, per_client, seed)
+    if name in ("dirichlet", "dirichlet-class"):
+        return dirichlet(labels, clients, sigma, seed, by="class" if name == "dirichlet-class" else "client")
+    raise unknown("partition", name, _NAMES)
+
+
+def iid(labels: Labels, clients: int, seed: int = 0) -> Indices:
+    """A random split of everything, as even as can be."""
+    labels = _checked(labels, clients)
+    order = _rng(_IID, seed).permutation(len(labels))
+    return _gather(order, np.repeat(np.arange(clients), _even(len(labels), clients)), clients)
+
+
+def shards(labels: Labels, clients: int, per_client: int = 2, seed: int = 0) -> Indices:
+    """McMahan et al. 2017: sort by label, cut into equal shards, give every client `per_client` of them."""
+    labels = _checked(labels, clients)
+    _whole("per_client", per_client)
+    count = clients * per_client
+    if count > len(labels):
+        fix = f"{clients} clients need {count} shards of {len(labels)} samples; lower per_client or clients"
+        raise SettingError("per_client", per_client, fix)
+    owners = _rng(_SHARDS, seed).permutation(count) // per_client
+    return _gather(np.argsort(labels, kind="stable"), np.repeat(owners, _even(len(labels), count)), clients)
+
+
+def dirichlet(labels: Labels, clients: int, sigma: float, seed: int = 0, by: str = "client") -> Indices:
+    """Label skew from a Dirichlet distribution: the smaller `sigma`, the fewer classes a client sees.
+
+    by="client" (Hsu et al. 2019): clients of equal size, each with its own mix of classes drawn from
+    Dir(sigma * C * p), where p is the mix of all C classes: with balanced classes, concentration sigma per class.
+    What does not divide evenly is left out. by="class" (NIID-Bench): each class is dealt to the clients in shares
+    drawn from Dir(sigma), and sizes differ. An infinite sigma is the IID split.
+    """
+    labels = _checked(labels, clients)
+    if by not in ("client", "class"):
+        raise unknown("by", by, ("client", "class"))
+    if isinstance(sigma, bool) or not isinstance(sigma, int | float | np.floating) or not sigma > 0:
+        raise SettingError("sigma", sigma, "must be a number above 0, or inf for the IID split")
+    if math.isinf(sigma):
+        return iid(labels, clients, seed)
+    # Past these the draw is a single class, or the prior itself, to the last bit; further out sums overflow.
+    concentration = min(max(float(sigma), 1e-100), 1e15)
+    _, classes, sizes = np.unique(labels, return_inverse=True, return_counts=True)
+    rng = _rng(_BY_CLIENT if by == "client" else _BY_CLASS, seed)
+    count = _counts_by_client if by == "client" else _counts_by_class
+    counts = count(sizes, clients, concentration, rng)
+    if counts is None:
+        why = f"each of {_TRIES} draws left one of the {clients} clients without samples"
+        raise SettingError("sigma", sigma, f"{why}; raise sigma, lower clients, or split by client")
+    return _deal(classes, sizes, counts, rng)
+
+
+def from_file(path: str | os.PathLike[str]) -> npt.NDArray[np.int64]:
+    """Labels from a .npy, or from a .csv with a column named label or with one column only."""
+    path = Path(path)
+    if path.suffix not in (".csv", ".npy"):
+        raise DataError(f"{path}: labels are read from .csv or .npy; save them as one of these")
+    try:
+        labels = _from_csv(path) if path.suffix == ".csv" else _from_npy(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error}); check the path") from error
+    if labels.size == 0:
+        raise DataError(f"{path}: holds no labels; give one per sample")
+    if labels.min() < 0:
+        at = int(np.argmax(labels < 0))
+        raise DataError(f"{path}: label {at} is {labels[at]}; labels must be from 0 up")
+    return labels
+
+
+def _counts_by_client(
+    sizes: npt.NDArray[np.int64], clients: int, sigma: float, rng: np.random.Generator
+) -> npt.NDArray[np.int32]:
+    """How many of each class every client draws, without replacement, from its own mix.
+
+    What is drawn of a class beyond what is left of it is drawn again from the remaining classes. Each pass ends the
+    draw or uses a class up, and the outcome is distributed as if samples had been drawn one at a time.
+    """
+    alpha = sigma * sizes * (len(sizes) / sizes.sum())
+    left = sizes.copy()
+    counts = np.zeros((clients, len(sizes)), dtype=np.int32)
+    for row in counts:
+        wanted = int(sizes.sum()) // clients
+        mix = rng.dirichlet(alpha)
+        while wanted:
+            mix[left == 0] = 0
+            if not (total := mix.sum()) > 0:
+                # No weight remains in float64. A Dirichlet confined to some classes is the Dirichlet of those.
+                mix[left > 0] = rng.dirichlet(alpha[left > 0])
+                total = mix.sum()
+            drawn = np.minimum(rng.multinomial(wanted, mix / total), left)
+            row += drawn.astype(np.int32)
+            left -= drawn
+            wanted -= int(drawn.sum())
+    return counts
+
+
+def _counts_by_class(
+    sizes: npt.NDArray[np.int64], clients: int, sigma: float, rng: np.random.Generator
+) -> npt.NDArray[np.int32] | None:
+    """How many of each class every client is dealt; None where every try leaves some client with nothing."""
+    counts = np.empty((clients, len(sizes)), dtype=np.int32)
+    for _ in range(_TRIES):
+        for column, size in enumerate(sizes):
+            ends = np.floor(np.cumsum(rng.dirichlet(np.full(clients, sigma))) * size).astype(np.int64)
+            ends = np.minimum(ends, size)
+            ends[-1] = size
+            counts[:, column] = np.diff(ends, prepend=0)
+        if counts.any(axis=1).all():
+            return counts
+    return None
+
+
+def _deal(
+    classes: npt.NDArray[np.int64],
+    sizes: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int32],
+    rng: np.random.Generator,
+) -> Indices:
+    """Give each client its count of each class, chosen at random."""
+    order = rng.permutation(len(classes))
+    order = order[np.argsort(classes[order], kind="stable")]
+    clients = len(counts)
+    dealt, owners = [], []
+    for column, start in enumerate(np.cumsum(sizes) - sizes):
+        owners.append(np.repeat(np.arange(clients), counts[:, column]))
+        dealt.append(order[start : start + len(owners[-1])])
+    return _gather(np.concatenate(dealt), np.concatenate(owners), clients)
+
+
+def _gather(samples: npt.NDArray[np.int64], owners: npt.NDArray[np.int64], clients: int) -> Indices:
+    """The samples of each owner, ascending. Slices of one array: a million clients are then cheap."""
+    order = np.lexsort((samples, owners))
+    samples = samples[order].astype(np.int64, copy=False)
+    ends = np.cumsum(np.bincount(owners, minlength=clients)).tolist()
+    return [samples[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def _even(total: int, parts: int) -> npt.NDArray[np.int64]:
+    """Sizes that differ by one at most, the larger first, as np.array_split cuts."""
+    return np.full(parts, total // parts, dtype=np.int64) + (np.arange(parts) < total % parts)
+
+
+def _rng(purpose: int, seed: int) -> np.random.Generator:
+    _whole("seed", seed, 0)
+    return np.random.default_rng([purpose, int(seed)])
+
+
+def _whole(setting: str, value: object, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise SettingError(setting, value, f"must be a whole number from {least} up")
+
+
+def _checked(labels: Labels, clients: int) -> npt.NDArray[Any]:
+    array = labels.detach().cpu().numpy() if isinstance(labels, torch.Tensor) else np.asarray(labels)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise SettingError("labels", f"{array.dtype} {array.shape}", "must be one whole number per sample")
+    _whole("clients", clients)
+    if clients > len(array):
+        raise SettingError("clients", clients, f"there are only {len(array)} samples; give at most that many clients")
+    return array
+
+
+def _from_csv(path: Path) -> npt.NDArray[np.int64]:
+    labels: list[int] = []
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as stream:
+            rows = csv.reader(stream)
+            column = None
+            for row in rows:
+                if not row:
+                    continue
+                if column is None:
+                    column = _column(path, row)
+                    if not _is_whole(row[column]):
+                        continue
+                if len(row) <= column or not _is_whole(row[column]):
+                    found = row[column] if len(row) > column else "nothing"
+                    raise DataError(f"{path}: line {rows.line_num} has {found[:40]!r}; labels must be whole numbers")
+                labels.append(int(row[column]))
+        return np.array(labels, dtype=np.int64)
+    except (UnicodeDecodeError, csv.Error, OverflowError) as error:
+        raise DataError(f"{path}: not a csv of labels ({' '.join(str(error).split())})") from error
+
+
+def _column(path: Path, first: list[str]) -> int:
+    header = [name.strip().lower() for name in first]
+    if "label" in header:
+        return header.index("label")
+    if len(first) == 1:
+        return 0
+    raise DataError(f"{path}: {len(first)} columns and none named label; name one of them label in the first line")
+
+
+def _is_whole(text: str) -> bool:
+    try:
+        int(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _from_npy(path: Path) -> npt.NDArray[np.int64]:
+    try:
+        # Mapped rather than read: a header that declares more than the file holds then fails before any allocation.
+        # It never unpickles either.
+        stored = np.lib.format.open_memmap(path, mode="r")
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # numpy's reader fails in a dozen ways on a damaged header
+        raise DataError(f"{path}: not a .npy of numbers ({' '.join(str(error).split())[:120]})") from error
+    if stored.ndim != 1 or stored.dtype.kind not in "iu":
+        raise DataError(f"{path}: holds {stored.dtype} {stored.shape}; labels must be one whole number per sample")
+    return np.array(stored, dtype=np.int64)

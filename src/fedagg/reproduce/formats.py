@@ -1,0 +1,151 @@
+"""A table as text for the terminal, Markdown, LaTeX (booktabs) and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from itertools import groupby
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table as Grid
+from rich.text import Text
+
+from fedagg.reproduce.table import Entry, Line, Table
+
+NAMES = {
+    "fedavg": "FedAvg",
+    "fedprox": "FedProx",
+    "feddyn": "FedDyn",
+    "fedadam": "FedAdam",
+    "fedadagrad": "FedAdagrad",
+    "fedyogi": "FedYogi",
+    "fedbabu": "FedBABU",
+    "fedgh": "FedGH",
+    "scaffold": "SCAFFOLD",
+    "fedcm": "FedCM",
+    "fedexp": "FedExP",
+    "fedagg-paper": "FedAgg (paper)",
+    "fedagg": "FedAgg",
+}
+FORMATS = ("text", "markdown", "latex", "csv")
+
+
+def name(method: str) -> str:
+    return NAMES.get(method, method)
+
+
+def ours(entry: Entry) -> str:
+    if entry.state != "measured":
+        return "-" if entry.state == "does not apply" else "not run"
+    return f"{entry.mean:.2f}" + (f" ± {entry.std:.2f}" if entry.std is not None else "")
+
+
+def theirs(entry: Entry) -> str:
+    """The paper's number, and how far ours is from it."""
+    if entry.theirs is None:
+        return ""
+    return f"{entry.theirs:.2f}" + (f" ({entry.difference:+.2f})" if entry.difference is not None else "")
+
+
+def order(line: Line) -> str:
+    held, ranked = line.order
+    return "" if not ranked else "holds" if held == ranked else f"{held}/{ranked}"
+
+
+def clients(line: Line) -> str:
+    return f"{100 * line.participation:g} %"
+
+
+def render(table: Table, form: str, console: Console | None = None) -> str:
+    if form == "text":
+        console = console or Console()
+        with console.capture() as captured:
+            console.print(text(table, console.width))
+        return captured.get()
+    return {"markdown": markdown, "latex": latex, "csv": as_csv}[form](table)
+
+
+def text(table: Table, width: int = 120) -> RenderableType:
+    """For the terminal: methods that do not fit beside each other go into further blocks below."""
+    room = max(1, (width - 48) // 17)
+    blocks = [table.methods[i : i + room] for i in range(0, len(table.methods), room)]
+    parts: list[RenderableType] = []
+    for number, block in enumerate(blocks):
+        grid = Grid(title=table.title if number == 0 else None, title_justify="left", box=box.SIMPLE_HEAD)
+        for head in ("setting", "split", "clients"):
+            grid.add_column(head, no_wrap=True)
+        for method in block:
+            grid.add_column(name(method), justify="right", no_wrap=True)
+        grid.add_column("order", no_wrap=True)
+        for label, lines in groupby(table.lines, key=lambda line: line.row.label):
+            for line in lines:
+                cells = [two_lines(line, method) for method in block]
+                grid.add_row(label, line.row.distribution, clients(line), *cells, order(line))
+            grid.add_section()
+        parts.append(grid)
+    return Group(*parts, *(Text(note, style="dim") for note in table.notes()))
+
+
+def two_lines(line: Line, method: str) -> Text:
+    entry = line.entries[method]
+    style = "bold green" if method == line.best else "" if entry.ours else "dim"
+    cell = Text(ours(entry), style=style)
+    return cell.append(f"\n{theirs(entry)}", style="not bold dim default") if theirs(entry) else cell
+
+
+def markdown(table: Table) -> str:
+    head = ["setting", "split", "clients", *(name(m) for m in table.methods), "paper's order"]
+    rows = [f"| {' | '.join(head)} |", f"|---|---|---|{'---:|' * len(table.methods)}---|"]
+    for line in table.lines:
+        cells = []
+        for method in table.methods:
+            entry = line.entries[method]
+            value = f"**{ours(entry)}**" if method == line.best else ours(entry)
+            cells.append(f"{value}<br><sub>{theirs(entry)}</sub>" if theirs(entry) else value)
+        rows.append(f"| {' | '.join([line.row.label, line.row.distribution, clients(line), *cells, order(line)])} |")
+    return "\n".join([*rows, "", " ".join(table.notes())]) + "\n"
+
+
+def latex(table: Table) -> str:
+    """Needs the package booktabs; two lines a setting, ours above the paper's."""
+    columns = "lll" + "r" * len(table.methods) + "l"
+    head = " & ".join(tex(x) for x in ("Setting", "Split", "Clients", *(name(m) for m in table.methods), "Order"))
+    rows = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", rf"{head} \\", r"\midrule"]
+    for number, (label, lines) in enumerate(groupby(table.lines, key=lambda line: line.row.label)):
+        if number:
+            rows.append(r"\midrule")
+        for line in lines:
+            values = [line.entries[m] for m in table.methods]
+            own = [rf"\textbf{{{tex(ours(e))}}}" if m == line.best else tex(ours(e)) for m, e in line.entries.items()]
+            theirs_ = [rf"{{\footnotesize {tex(theirs(e))}}}" if theirs(e) else "" for e in values]
+            rows.append(" & ".join([*map(tex, (label, line.row.distribution, clients(line))), *own, tex(order(line))]) + r" \\")
+            rows.append(" & ".join(["", r"\footnotesize paper", "", *theirs_, ""]) + r" \\")
+    return "\n".join([*rows, r"\bottomrule", r"\end{tabular}", *(f"% {note}" for note in table.notes())]) + "\n"
+
+
+def tex(value: str) -> str:
+    for plain, escaped in (("%", r"\%"), ("&", r"\&"), ("_", r"\_"), ("#", r"\#"), ("±", r"$\pm$"), ("α", r"$\alpha$")):
+        value = value.replace(plain, escaped)
+    return value
+
+
+def as_csv(table: Table) -> str:
+    """One line for every method in every setting."""
+    out = io.StringIO()
+    write = csv.writer(out, lineterminator="\n")
+    write.writerow(
+        ["table", "row", "setting", "split", "participation", "method", "state", "seeds", "mean", "std", "paper"]
+        + ["difference", "best", "pairs_in_paper_order", "pairs"]
+    )
+    for line in table.lines:
+        held, ranked = line.order
+        for method in table.methods:
+            e = line.entries[method]
+            figures = [e.mean if e.ours else None, e.std, e.theirs, e.difference]
+            shown = ["" if value is None else f"{value:.4f}".rstrip("0").rstrip(".") for value in figures]
+            write.writerow(
+                [table.name, line.row.name, line.row.label, line.row.distribution, line.participation, method, e.state]
+                + [len(e.ours), *shown, int(method == line.best), held, ranked]
+            )
+    return out.getvalue()

@@ -1,0 +1,178 @@
+"""Specifications: a table or figure as a grid of settings, read from a TOML file, and the cells it is made of."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from fedagg.algorithms import REGISTRY
+from fedagg.config import Config, resolve
+from fedagg.errors import FedaggError, SettingError, unknown
+
+FOLDER = Path(__file__).resolve().parent.parent / "experiments" / "paper"
+KINDS = ("table", "curves", "bars", "partition")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting of the paper: data, model and distribution. `settings` are those of a configuration file."""
+
+    name: str
+    label: str
+    distribution: str
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One table or figure. Cells are rows × participation × methods × variants × seeds."""
+
+    name: str
+    title: str
+    kind: str
+    methods: tuple[str, ...]
+    participation: tuple[float, ...]
+    rows: tuple[Row, ...]
+    settings: dict[str, Any]
+    paper: str | None = None
+    variants: tuple[dict[str, Any], ...] = ({"name": ""},)
+    leave_out: tuple[dict[str, str], ...] = ()
+    seeds: int = 3
+    rounds_scale: float = 1.0
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+    def applies(self, row: Row, method: str) -> bool:
+        """Whether the method can be run there at all."""
+        model = self.config(row, method, self.participation[0], 0).model
+        return not any(x["method"] == method and x["model"] == model for x in self.leave_out)
+
+    def config(
+        self, row: Row, method: str, participation: float, seed: int, variant: dict[str, Any] | None = None
+    ) -> Config:
+        """The configuration of one cell."""
+        own = {k: v for k, v in (variant or self.variants[0]).items() if k != "name"}
+        named = {"algorithm": "fedagg", "variant": "paper"} if method == "fedagg-paper" else {"algorithm": method}
+        given = {**self.settings, **row.settings, **own, **named, "participation": participation, "seed": seed}
+        config = resolve({k: v for k, v in given.items() if k != "preset"}, preset=given.get("preset"))
+        rounds = max(1, round(config.rounds * self.rounds_scale))
+        return config.changed(rounds=rounds, **self.overrides)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a grid."""
+
+    row: str
+    method: str
+    config: Config
+    variant: str = ""
+
+    @property
+    def label(self) -> str:
+        about = f"{self.row}, {100 * self.config.participation:g} %, {self.method}, seed {self.config.seed}"
+        return f"{about}, {self.variant}" if self.variant else about
+
+
+def names() -> list[str]:
+    """The paper's tables and figures, tables first."""
+    found = sorted(path.stem for path in FOLDER.glob("*.toml"))
+    return sorted(found, key=lambda name: not name.startswith("table"))
+
+
+def load(name: str) -> Spec:
+    """The specification of that name, or the one in a TOML file of your own."""
+    path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
+    if not name.endswith(".toml") and name not in names():
+        raise unknown("experiment", name, [*names(), "all"])
+    try:
+        text = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingError("experiment", name, f"cannot be read ({error.strerror or error})") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SettingError("experiment", name, f"is not TOML: {error}") from None
+    try:
+        return parse(path.stem, text)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise FedaggError(f"experiment = {name!r}: {error} is missing or has the wrong type; see experiments/paper") from None
+
+
+def parse(name: str, text: dict[str, Any]) -> Spec:
+    if text["kind"] not in KINDS:
+        raise unknown("kind", text["kind"], KINDS)
+    rows = []
+    for row in text["rows"]:
+        own = {k: v for k, v in row.items() if k not in ("name", "label", "distribution")}
+        rows.append(Row(row["name"], row.get("label", row["name"]), row.get("distribution", ""), own))
+    return Spec(
+        name=name,
+        title=text["title"],
+        kind=text["kind"],
+        methods=tuple(text["methods"]),
+        participation=tuple(float(p) for p in text["participation"]),
+        rows=tuple(rows),
+        settings=dict(text.get("settings", {})),
+        paper=text.get("paper"),
+        variants=tuple(text.get("variants", ({"name": ""},))),
+        leave_out=tuple(text.get("leave_out", ())),
+    )
+
+
+def narrow(
+    spec: Spec,
+    *,
+    rows: Sequence[str] | None = None,
+    methods: Sequence[str] | None = None,
+    participation: Sequence[float] | None = None,
+    seeds: int | None = None,
+    rounds_scale: float = 1.0,
+    overrides: dict[str, Any] | None = None,
+) -> Spec:
+    """A part of the specification, or a cheaper version of it."""
+    chosen = spec.rows
+    if rows is not None:
+        chosen = tuple(row for row in spec.rows if any(matches(row.name, pattern) for pattern in rows))
+        for pattern in rows:
+            if not any(matches(row.name, pattern) for row in spec.rows):
+                raise unknown("rows", pattern, [row.name for row in spec.rows])
+    if methods is not None:
+        methods = list(every_method()) if list(methods) == ["all"] else methods
+        for method in methods:
+            if method not in REGISTRY:
+                raise unknown("algorithms", method, [*REGISTRY, "all"])
+    if not 0 < rounds_scale < float("inf"):
+        raise SettingError("rounds-scale", rounds_scale, "must be above 0; 1 is the paper's number of rounds")
+    return replace(
+        spec,
+        rows=chosen,
+        methods=spec.methods if methods is None or spec.kind == "partition" else tuple(dict.fromkeys(methods)),
+        participation=spec.participation if participation is None else tuple(participation),
+        seeds=spec.seeds if seeds is None else seeds,
+        rounds_scale=rounds_scale,
+        overrides=dict(overrides or {}),
+    )
+
+
+def matches(name: str, pattern: str) -> bool:
+    """`cifar10-cnn` stands for all rows that begin so; `*` and `?` work as in file names."""
+    return fnmatchcase(name, pattern) or name.startswith(f"{pattern}-")
+
+
+def every_method() -> tuple[str, ...]:
+    """Every method of the package, FedAgg last, as the paper has it."""
+    return (*sorted(name for name in REGISTRY if not name.startswith("fedagg")), "fedagg-paper", "fedagg")
+
+
+def cells(spec: Spec) -> Iterator[Cell]:
+    """What has to be run. Seeds come outermost, so that a grid cut short is a whole grid of fewer seeds."""
+    for participation in spec.participation:
+        for seed in range(spec.seeds):
+            for row in spec.rows:
+                for method in spec.methods:
+                    if spec.applies(row, method):
+                        for variant in spec.variants:
+                            config = spec.config(row, method, participation, seed, variant)
+                            yield Cell(row.name, method, config, variant["name"])

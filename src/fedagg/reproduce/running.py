@@ -1,0 +1,259 @@
+"""Running a grid: cell after cell or several at once, stopping cleanly, and going on where it stopped."""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal, Protocol
+
+import torch
+
+import fedagg
+from fedagg import data, files
+from fedagg.config import Config
+from fedagg.data import Dataset
+from fedagg.errors import DataError, FedaggError
+from fedagg.federation import Callback, Result
+from fedagg.reproduce.grid import Cell
+from fedagg.reproduce.results import Store, key
+
+
+class Flag(Protocol):
+    def is_set(self) -> bool: ...
+
+    def set(self) -> None: ...
+
+
+class Stop:
+    """Says when to stop: at a point in time, or when somebody asks. As a callback it ends a run after the current round."""
+
+    def __init__(self, deadline: float | None = None, flag: Flag | None = None) -> None:
+        self.deadline, self.flag = deadline, flag or threading.Event()
+
+    def now(self) -> bool:
+        return self.flag.is_set() or (self.deadline is not None and time.time() >= self.deadline)
+
+    def started(self, config: Config, done: int) -> None: ...
+
+    def round_done(self, row: dict[str, Any]) -> None:
+        if self.now():
+            raise KeyboardInterrupt  # the run keeps what it has, and a checkpoint
+
+    def finished(self, result: Result) -> None: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a cell. `stopped` ones go on from their checkpoint next time."""
+
+    cell: Cell
+    status: Literal["done", "failed", "stopped", "no data"]
+    seconds: float = 0.0
+    accuracy: float | None = None
+    message: str = ""
+
+
+def run(
+    todo: Sequence[Cell],
+    store: Store,
+    *,
+    stop: Stop,
+    jobs: int = 1,
+    fetch: bool = True,
+    watch: Callable[[Cell], Sequence[Callback]] = lambda cell: (),
+) -> Iterator[Outcome]:
+    """Run the cells, and tell of each as it ends. One failing does not keep the rest from running."""
+    ready: list[Cell] = []
+    missing: dict[tuple[str, str | None], str] = {}
+    for cell in todo:
+        where = (cell.config.dataset, cell.config.data_dir)
+        if where not in missing:
+            missing[where] = why_missing(*where) if fetch else ""
+        if missing[where]:
+            yield Outcome(cell, "no data", message=missing[where])
+        else:
+            ready.append(cell)
+    yield from in_turn(ready, store, stop, watch) if jobs == 1 else at_once(ready, store, stop, jobs)
+
+
+def in_turn(
+    todo: Sequence[Cell], store: Store, stop: Stop, watch: Callable[[Cell], Sequence[Callback]]
+) -> Iterator[Outcome]:
+    for cell in todo:
+        if stop.now():
+            return
+        yield run_cell(cell, store, stop, watch(cell))
+
+
+def at_once(todo: Sequence[Cell], store: Store, stop: Stop, jobs: int) -> Iterator[Outcome]:
+    """As many processes as `jobs`; never more cells handed out than there are processes, so it is known which one died."""
+    context = multiprocessing.get_context("spawn")
+    flag = context.Event()
+    left, running = list(todo), {}
+
+    def pool() -> ProcessPoolExecutor:
+        arguments = (store.folder, stop.deadline, flag, jobs)
+        return ProcessPoolExecutor(jobs, mp_context=context, initializer=begin, initargs=arguments)
+
+    workers = pool()
+    try:
+        while running or (left and not stop.now()):
+            while left and len(running) < jobs and not stop.now():
+                cell = left.pop(0)
+                future: Future[Outcome] = workers.submit(work, cell)
+                running[future] = cell
+            done, _ = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
+            if stop.now():
+                flag.set()
+            died = False
+            for future in done:
+                cell = running.pop(future)
+                try:
+                    yield future.result()
+                except BrokenProcessPool:
+                    died = True
+                    yield Outcome(cell, "failed", message="its process died, perhaps for want of memory: fewer --jobs may help")
+            if died:
+                for cell in running.values():
+                    yield Outcome(cell, "stopped", message="a process beside it died; it goes on next time")
+                running.clear()
+                workers.shutdown()
+                workers = pool()
+    finally:
+        flag.set()
+        workers.shutdown()
+
+
+_mine: tuple[Store, Stop]  # of a worker process
+
+
+def begin(folder: Path, deadline: float | None, flag: Flag, jobs: int) -> None:
+    """A worker's start: the main process alone listens to Ctrl-C and passes it on."""
+    global _mine
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
+    _mine = Store(folder), Stop(deadline, flag)
+
+
+def work(cell: Cell) -> Outcome:
+    return run_cell(cell, *_mine)
+
+
+def run_cell(cell: Cell, store: Store, stop: Stop, watch: Sequence[Callback] = ()) -> Outcome:
+    """Run one cell in a folder of its own, from its checkpoint if it has one, and keep the result."""
+    clock = time.perf_counter()
+    folder = store.partial(cell.config)
+    try:
+        result = train(cell.config, folder, [*watch, stop])
+        if result.interrupted:
+            return Outcome(cell, "stopped", time.perf_counter() - clock)
+        store.put(result, json.loads((folder / "environment.json").read_text(encoding="utf-8")))
+        store.forget(cell.config)
+        return Outcome(cell, "done", time.perf_counter() - clock, result.accuracy)
+    except DataError as error:
+        return Outcome(cell, "no data", message=str(error))
+    except Exception as error:  # whatever it was, the other cells shall run
+        store.forget(cell.config)
+        log = folder.with_suffix(".error.txt")
+        files.write(log, traceback.format_exc())
+        why = " ".join(str(error).split()) if isinstance(error, FedaggError) else f"{type(error).__name__}: {error}"
+        return Outcome(cell, "failed", time.perf_counter() - clock, message=f"{why.splitlines()[0]} ({log})")
+    finally:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def train(config: Config, folder: Path, callbacks: Sequence[Callback]) -> Result:
+    given = dataset(config.dataset, config.data_dir)
+    if (folder / "config.toml").exists():
+        try:
+            return fedagg.run(config, data=given, resume=folder, callbacks=callbacks)
+        except DataError:
+            raise
+        except FedaggError:
+            Store(folder.parent.parent).forget(config)  # of other settings, or damaged: begin again
+    files.folder(folder, "results")
+    return fedagg.run(config, data=given, out=folder, callbacks=callbacks)
+
+
+@lru_cache(maxsize=1)
+def dataset(name: str, data_dir: str | None) -> Dataset:
+    return data.load(name, data_dir, download=False)
+
+
+def why_missing(name: str, data_dir: str | None) -> str:
+    """Nothing when the data is there or can be brought; else why not."""
+    try:
+        data.fetch(name, data_dir)
+    except FedaggError as error:
+        return str(error)
+    return ""
+
+
+@contextmanager
+def interruptible(stop: Stop) -> Iterator[None]:
+    """Ctrl-C asks to stop after the current round; a second one stops at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        stop.flag.set()
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, ask)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def time_left(todo: Sequence[Cell], seen: Sequence[Outcome], jobs: int) -> float | None:
+    """Seconds until the rest is done: by the speed of cells with the same model and method, else of any like them."""
+    if not any(o.status == "done" for o in seen):
+        return None
+    total = 0.0
+    for cell in todo:
+        for alike in (same_method, same_model, lambda a, b: True):
+            near = [o for o in seen if o.status == "done" and alike(o.cell, cell)]
+            if near:
+                total += size(cell) * sum(o.seconds for o in near) / sum(size(o.cell) for o in near)
+                break
+    return total / jobs
+
+
+def same_method(a: Cell, b: Cell) -> bool:
+    return a.method == b.method and same_model(a, b)
+
+
+def same_model(a: Cell, b: Cell) -> bool:
+    return (a.config.dataset, a.config.model) == (b.config.dataset, b.config.model)
+
+
+def size(cell: Cell) -> float:
+    """How long a cell is, next to others of its data set and model."""
+    return cell.config.rounds * cell.config.per_round * cell.config.epochs
+
+
+def unfinished(todo: Sequence[Cell], store: Store) -> list[Cell]:
+    """The cells without a result, each configuration once."""
+    seen: dict[str, Cell] = {}
+    for cell in todo:
+        seen.setdefault(key(cell.config), cell)
+    return [cell for cell in seen.values() if store.get(cell.config) is None]

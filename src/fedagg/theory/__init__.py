@@ -1,0 +1,31 @@
+"""The paper's analysis, computed: its bounds, its constants, its fixed point, and how unlike the clients are."""
+
+from __future__ import annotations
+
+from fedagg.theory.bounds import (
+    Bound,
+    Constants,
+    client_drift,
+    convergence_error,
+    convergence_rate,
+    learning_rate,
+    mean_field_contraction,
+    one_round_progress,
+    optimality_gap_contraction,
+    optimality_gap_convex,
+    optimality_gap_nonconvex,
+)
+
+__all__ = [
+    "Bound",
+    "Constants",
+    "client_drift",
+    "convergence_error",
+    "convergence_rate",
+    "learning_rate",
+    "mean_field_contraction",
+    "one_round_progress",
+    "optimality_gap_contraction",
+    "optimality_gap_convex",
+    "optimality_gap_nonconvex",
+]
