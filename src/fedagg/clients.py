@@ -37,6 +37,7 @@ class Outcome:
     norm2: Tensor  # |Δ_i|²
     along: Tensor  # Δ_i · field, (n, m)
     loss: Tensor
+    first: Tensor  # loss of the first mini-batch: the global model's own
     rates: Tensor  # (n, L)
     sent: Tensor | None = None  # the work's field as the clients saw it, (m, d): rounded, if the downlink rounds
     field: MeanField | None = None  # the averages of Definition 1, when the work asked for a trace
@@ -154,6 +155,7 @@ class Gathered:
             "travel": chunk.travel.double().cpu(),
             "steps": chunk.steps.double().cpu(),
             "loss": chunk.loss.double().cpu(),
+            "first": chunk.first.double().cpu(),
             "rates": chunk.rates.double().cpu(),
         }
         fits = [numbers == chunk.delta.shape[1] for numbers in chunk.numbers]
@@ -202,6 +204,7 @@ class Gathered:
             norm2=every["norm2"],
             along=every["along"],
             loss=every["loss"],
+            first=every["first"],
             rates=every["rates"],
             field=None if trace is None else split_trace(trace, epochs),
             beta=every.get("beta"),

@@ -9,6 +9,7 @@ import torch
 from fedagg import seeding
 from fedagg.engines.base import Chunk
 
+KINDS = ("nan", "infinity", "huge", "shape")
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class Faults:
     seed: int = 0
     dropout: float = 0.0  # share of participants that never answer
     straggler: float = 0.0  # share that stop after some of their epochs
-    corrupt_rate: float = 0.0  # share that answer nonsense: not a number, infinity, or an update a million times too long
+    corrupt_rate: float = 0.0  # share that answer nonsense, of one of the KINDS
     flip: float = 0.0  # share of clients that are hostile: always the same ones, they send their update reversed
 
     def happens(self, rate: float, *where: object) -> bool:
@@ -31,18 +32,29 @@ class Faults:
             return epochs
         return int(seeding.numpy_generator(self.seed, "fault", "epochs", t, client).integers(1, epochs))
 
+    def hostile(self, client: int) -> bool:
+        return self.happens(self.flip, "flip", client)
+
+    def kind(self, t: int, client: int) -> str | None:
+        """What is wrong with a client's answer."""
+        if not self.happens(self.corrupt_rate, "corrupt", t, client):
+            return None
+        return KINDS[int(seeding.numpy_generator(self.seed, "fault", "kind", t, client).integers(len(KINDS)))]
+
     def corrupt(self, t: int, chunk: Chunk) -> None:
         """Alter what these clients send, in place."""
         for row, job in enumerate(chunk.jobs):
-            if self.happens(self.flip, "flip", job.client):
+            if self.hostile(job.client):
                 chunk.delta[row] *= -1.0
-            if self.happens(self.corrupt_rate, "corrupt", t, job.client):
-                kind = int(seeding.numpy_generator(self.seed, "fault", "kind", t, job.client).integers(3))
-                size = len(chunk.delta[row])
-                where = torch.arange(0, size, max(1, size // 7), device=chunk.delta.device)
-                if kind == 0:
-                    chunk.delta[row, where] = float("nan")
-                elif kind == 1:
-                    chunk.delta[row, where] = float("inf")
-                else:
-                    chunk.delta[row] *= 1e6
+            kind, size = self.kind(t, job.client), chunk.delta.shape[1]
+            where = torch.arange(0, size, max(1, size // 7), device=chunk.delta.device)
+            if kind == "nan":
+                chunk.delta[row, where] = float("nan")
+            elif kind == "infinity":
+                chunk.delta[row, where] = float("inf")
+            elif kind == "huge":
+                chunk.delta[row] *= 1e6
+            elif kind == "shape":
+                # The second half of the update never arrives: what the server has is shorter than the model.
+                chunk.numbers[row] = size // 2
+                chunk.delta[row, size // 2 :] = 0.0

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import copy
+import functools
+import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 import fedagg
-from fedagg import algorithms, checkpoint, engines, models, partition, record, seeding
+from fedagg import algorithms, checkpoint, engines, interrupt, models, partition, record, seeding
 from fedagg.checkpoint import Checkpoint
 from fedagg.clients import Clients, NoClients
 from fedagg.config import Config, resolve
@@ -29,6 +31,9 @@ from fedagg.memory import ClientMemory
 from fedagg.quantize import Downlink
 
 CHECKPOINT_SECONDS = 45.0
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Callback(Protocol):
@@ -77,6 +82,25 @@ class Result:
         }
 
 
+def within_memory(function: Callable[P, R]) -> Callable[P, R]:
+    """Memory that runs out is the user's to mend, so it is one line like every other error of the kind."""
+
+    @functools.wraps(function)
+    def careful(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except (MemoryError, RuntimeError) as error:
+            # torch says so in a class of its own on a GPU, and only in words on the CPU
+            if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+                raise
+            folder = kwargs.get("resume") or kwargs.get("out")
+            again = f", then go on with --resume {folder}" if folder else ""
+        raise FedaggError(f"out of memory; lower --chunk, --batch-size or --participation, or take a smaller model{again}")
+
+    return careful
+
+
+@within_memory
 def run(
     config: Config | None = None,
     *,
@@ -138,7 +162,7 @@ def run(
     engine = engines.build(config.engine, setting, config)
     evaluator = Evaluator(setting, data.x_test, data.y_test)
     samples = Samples(parts)
-    memory = ClientMemory(len(samples), layout.d, spill(config, len(samples), layout.d)) if algorithm.remembers else None
+    memory = ClientMemory(len(samples), layout.d, spills(config, len(samples), layout.d)) if algorithm.remembers else None
     downlink = Downlink(config.downlink_bits, config.seed)
 
     def participants(t: int) -> Clients:
@@ -162,71 +186,88 @@ def run(
             downlink=downlink,
         )
 
+    identity = fingerprint(config, data, parts, layout)
     environment = record.environment(device, engine.note, fedagg.__version__)
     if resume is not None:
-        book = record.Record.resume(Path(resume), config, environment)
+        book = record.Record.resume(Path(resume), config, identity)
     else:
         book = record.Record(Path(out) if out is not None else None, config, environment)
-    average = now.w
-    done, before = 0, 0.0
-    if book.resumed is not None:
-        done, before = book.resumed.round, float(book.resumed.facts["seconds"])
-        now, average = revive(book.resumed, algorithm, memory, downlink, device)
-    for callback in callbacks:
-        callback.started(config, done)
+    with book:
+        begin, average = now, now.w
+        settled = freeze(0, now, average, algorithm, downlink)
+        done, before = 0, 0.0
+        if book.resumed is not None:
+            checkpoint.same_form(settled.tensors, book.resumed.tensors)
+            settled, done, before = book.resumed, book.resumed.round, float(book.resumed.facts["seconds"])
+            now, average = revive(settled, algorithm, downlink, device)
+            if memory is not None:
+                recall(settled, memory, len(samples))
+        for callback in callbacks:
+            callback.started(config, done)
 
-    started, saved, interrupted = time.perf_counter(), time.perf_counter(), False
-    shown = algorithm.reported(now)
-    try:
-        algorithm.prepare(now, participants, config.rounds)
-        for t in range(done, config.rounds):
-            clock = time.perf_counter()
-            clients = participants(t)
-            try:
-                now = algorithm.round(now, clients)
-            except NoClients:
-                pass  # the model stays as it was; the record says that every client was left out
-            average = average + min(1.0, 9.0 / (t + 9.0)) * (now.w - average)
-            shown = Model(average, now.buffers) if config.average else algorithm.reported(now)
-            row = describe(t, clients, algorithm)
-            if (t + 1) % config.eval_every == 0 or t + 1 == config.rounds:
-                row["loss"], row["accuracy"] = evaluator(shown)
-            row["seconds"] = round(time.perf_counter() - clock, 6)
-            book.round(row, describe_clients(t, clients))
-            for callback in callbacks:
-                callback.round_done(row)
-            done = t + 1
-            due = done % config.checkpoint_every == 0 if config.checkpoint_every else time.perf_counter() - saved > CHECKPOINT_SECONDS
-            if due and done < config.rounds:
-                seconds = before + time.perf_counter() - started
-                book.checkpoint(freeze(done, now, average, algorithm, memory, downlink, seconds))
-                saved = time.perf_counter()
-    except KeyboardInterrupt:
-        interrupted = True
-    seconds = before + time.perf_counter() - started
-    if book.history:
-        book.checkpoint(freeze(done, now, average, algorithm, memory, downlink, seconds))
-    shown_module = layout.unpack(shown.to(torch.device("cpu")), module)
-    book.model(shown_module)
+        def shown() -> Model:
+            return Model(average, now.buffers) if config.average else algorithm.reported(now)
 
-    figures: dict[str, float] = {}
-    fit = algorithm.personalised()
-    if fit is not None and not interrupted:
-        figures["personal_accuracy"] = personal_accuracy(engine, participants(config.rounds), fit, now, evaluator)
-    scored = [row for row in book.history if "accuracy" in row]
-    result = Result(
-        config=config,
-        history=book.history,
-        model=shown_module,
-        accuracy=scored[-1]["accuracy"] if scored else math.nan,
-        best_accuracy=max((row["accuracy"] for row in scored), default=math.nan),
-        loss=scored[-1]["loss"] if scored else math.nan,
-        seconds=seconds,
-        run=book.folder,
-        interrupted=interrupted,
-        figures=figures,
-    )
-    book.result(result.summary())
+        def save() -> None:
+            facts = {"seconds": before + time.perf_counter() - started, "identity": identity}
+            book.checkpoint(Checkpoint(done, settled.tensors | memorised(memory), facts))
+
+        started, saved, interrupted = time.perf_counter(), time.perf_counter(), False
+        try:
+            algorithm.prepare(begin, participants, config.rounds)
+            for t in range(done, config.rounds):
+                clock = time.perf_counter()
+                clients, unchanged = participants(t), False
+                try:
+                    now = algorithm.round(now, clients)
+                except NoClients:
+                    unchanged = True
+                average = average + min(1.0, 9.0 / (t + 9.0)) * (now.w - average)
+                row = describe(t, clients, algorithm)
+                if unchanged:
+                    row["unchanged"] = True  # not one valid client: the model stays as it was
+                if (t + 1) % config.eval_every == 0 or t + 1 == config.rounds:
+                    row["loss"], row["accuracy"] = evaluator(shown())
+                row["seconds"] = round(time.perf_counter() - clock, 6)
+                with interrupt.held_back():  # a round is booked whole or not at all
+                    book.round(row, describe_clients(t, clients))
+                    if memory is not None:
+                        memory.commit()
+                    done, settled = t + 1, freeze(t + 1, now, average, algorithm, downlink)
+                for callback in callbacks:
+                    callback.round_done(row)
+                passed = time.perf_counter() - saved
+                due = done % config.checkpoint_every == 0 if config.checkpoint_every else passed > CHECKPOINT_SECONDS
+                if due and done < config.rounds:
+                    save()
+                    saved = time.perf_counter()
+        except KeyboardInterrupt:
+            interrupted = True
+            now, average = revive(settled, algorithm, downlink, device)  # what the broken-off round had begun is dropped
+        seconds = before + time.perf_counter() - started
+        if done:
+            save()
+        shown_module = layout.unpack(shown().to(torch.device("cpu")), module)
+        book.model(shown_module)
+
+        figures: dict[str, float] = {}
+        fit = algorithm.personalised()
+        if fit is not None and not interrupted:
+            figures["personal_accuracy"] = personal_accuracy(engine, participants(config.rounds), fit, now, evaluator)
+        scored = [row for row in book.history if "accuracy" in row]
+        result = Result(
+            config=config,
+            history=book.history,
+            model=shown_module,
+            accuracy=scored[-1]["accuracy"] if scored else math.nan,
+            best_accuracy=max((row["accuracy"] for row in scored), default=math.nan),
+            loss=scored[-1]["loss"] if scored else math.nan,
+            seconds=seconds,
+            run=book.folder,
+            interrupted=interrupted,
+            figures=figures,
+        )
+        book.result(result.summary())
     for callback in callbacks:
         callback.finished(result)
     return result
@@ -284,13 +325,9 @@ def build_model(config: Config, data: Dataset) -> nn.Module:
     return models.build(config.model, data.shape, data.classes, norm=config.norm, dropout=config.dropout, seed=seed)
 
 
-def spill(config: Config, clients: int, d: int) -> str | None:
-    """A file for per-client vectors when they would take more memory than they should (4 GiB)."""
-    if config.client_memory == "disk" or (config.client_memory == "auto" and clients * d * 4 > 4 << 30):
-        import tempfile
-
-        return str(Path(tempfile.mkdtemp(prefix="fedagg-")) / "memory.bin")
-    return None
+def spills(config: Config, clients: int, d: int) -> bool:
+    """Do per-client vectors live on disk? When they could take more memory than they should (4 GiB)."""
+    return config.client_memory == "disk" or (config.client_memory == "auto" and clients * d * 4 > 4 << 30)
 
 
 def describe(t: int, clients: Clients, algorithm: algorithms.Algorithm) -> dict[str, Any]:
@@ -308,6 +345,7 @@ def describe(t: int, clients: Clients, algorithm: algorithms.Algorithm) -> dict[
         "participants": len(clients.ids),
         "left_out": len(clients.left_out),
         "causes": sorted(set(clients.left_out.values())),
+        "stragglers": len(clients.stragglers),
         "samples": clients.samples_seen,
         "bytes_up": clients.bytes_up,
         "bytes_down": clients.bytes_down,
@@ -318,6 +356,10 @@ def describe(t: int, clients: Clients, algorithm: algorithms.Algorithm) -> dict[
 def describe_clients(t: int, clients: Clients) -> dict[str, Any]:
     """A line of clients.jsonl: what each participant did."""
     row: dict[str, Any] = {"round": t + 1, "left_out": {str(k): v for k, v in sorted(clients.left_out.items())}}
+    if clients.stragglers:
+        row["epochs"] = {str(k): v for k, v in sorted(clients.stragglers.items())}
+    if hostile := [client for client in clients.ids if clients.faults.hostile(client)]:
+        row["hostile"] = hostile
     out = clients.outcome
     if out is not None:
         row |= {
@@ -329,39 +371,56 @@ def describe_clients(t: int, clients: Clients) -> dict[str, Any]:
     return row
 
 
-def freeze(
-    done: int,
-    now: Model,
-    average: Tensor,
-    algorithm: algorithms.Algorithm,
-    memory: ClientMemory | None,
-    downlink: Downlink,
-    seconds: float,
-) -> Checkpoint:
+def fingerprint(config: Config, data: Dataset, parts: Sequence[Any], layout: Layout) -> dict[str, str]:
+    """What the configuration does not say about a run: its model's form, and data and parts that were given from Python."""
+
+    def digest(pieces: Iterable[Any]) -> str:
+        total = hashlib.blake2b(digest_size=16)
+        for piece in pieces:
+            total.update(np.ascontiguousarray(piece).data if isinstance(piece, np.ndarray) else repr(piece).encode())
+        return total.hexdigest()
+
+    known = {"model": digest([[(n, tuple(s)) for n, s in layout.parameters], [(n, tuple(s)) for n, s, _ in layout.buffers]])}
+    if config.dataset == "custom":
+        known["data"] = digest([tuple(data.x_train.shape), data.x_train.numpy(), data.y_train.numpy(), data.y_test.numpy()])
+    if config.partition == "custom":
+        known["parts"] = digest(np.asarray(part, dtype=np.int64) for part in parts)
+    return known
+
+
+def freeze(done: int, now: Model, average: Tensor, algorithm: algorithms.Algorithm, downlink: Downlink) -> Checkpoint:
+    """All that the server carries into the next round. Cheap, for nothing is copied: a round makes new tensors, it changes none."""
     tensors = {"w": now.w, "buffers": now.buffers, "average": average} | checkpoint.prefixed("state", algorithm.state)
     if downlink.error is not None:
         tensors["downlink"] = downlink.error
-    if memory is not None and memory.rows:
-        ids = sorted(memory.rows)
-        tensors["memory/ids"] = torch.tensor(ids)
-        tensors["memory/rows"] = memory.read(ids)
-    return Checkpoint(done, tensors, {"seconds": seconds})
+    return Checkpoint(done, tensors, {})
 
 
 def revive(
-    saved: Checkpoint,
-    algorithm: algorithms.Algorithm,
-    memory: ClientMemory | None,
-    downlink: Downlink,
-    device: torch.device,
+    saved: Checkpoint, algorithm: algorithms.Algorithm, downlink: Downlink, device: torch.device
 ) -> tuple[Model, Tensor]:
-    downlink.error = saved.tensors.get("downlink")
-    algorithm.state |= checkpoint.under("state", saved.tensors, device)
-    if memory is not None and "memory/ids" in saved.tensors:
-        for client, row in zip(saved.tensors["memory/ids"].tolist(), saved.tensors["memory/rows"], strict=True):
-            memory.write(client, row)
+    """Back from `freeze`."""
     t = saved.tensors
+    downlink.error = t.get("downlink")
+    algorithm.state |= checkpoint.under("state", t, device)
     return Model(t["w"].to(device), t["buffers"].to(device)), t["average"].to(device)
+
+
+def memorised(memory: ClientMemory | None) -> dict[str, Tensor]:
+    """What the clients remember, for a checkpoint."""
+    if memory is None or not memory.rows:
+        return {}
+    ids = sorted(memory.rows)
+    return {"memory/ids": torch.tensor(ids), "memory/rows": memory.read(ids)}
+
+
+def recall(saved: Checkpoint, memory: ClientMemory, clients: int) -> None:
+    """Back from `memorised`."""
+    ids, rows = saved.tensors.get("memory/ids", torch.zeros(0)), saved.tensors.get("memory/rows", torch.zeros(0, memory.d))
+    if rows.shape != (len(ids), memory.d) or any(not 0 <= client < clients for client in ids.tolist()):
+        raise FedaggError(f"checkpoint: what its clients remember does not fit {clients} clients with {memory.d} numbers each")
+    for client, row in zip(ids.tolist(), rows, strict=True):
+        memory.write(int(client), row)
 
 
 def personal_accuracy(

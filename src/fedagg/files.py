@@ -23,7 +23,8 @@ def write(path: Path, content: bytes | str) -> None:
     except OSError as error:
         with suppress(OSError):
             aside.unlink()
-        raise FedaggError(f"{path}: cannot be written ({reason(error)}); free some space or choose another --out") from None
+        fix = "free some space and go on with --resume, or choose another --out"
+        raise FedaggError(f"{path}: cannot be written ({reason(error)}); {fix}") from None
 
 
 def append(path: Path, line: str) -> None:
@@ -83,7 +84,7 @@ class Claim:
             return
         import fcntl
 
-        self.handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        self.handle = os.open(path, os.O_RDONLY)
         try:
             fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -51,7 +51,7 @@ class Layout:
     def statistics(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
         at = 0
         for name, shape, dtype in self.buffers:
-            piece = vector[..., at : at + shape.numel()].reshape(*vector.shape[:-1], *shape)
+            piece = vector[..., at : at + shape.numel()].reshape((*vector.shape[:-1], *shape))
             yield name, piece.to(dtype) if dtype.is_floating_point else piece.round().to(dtype)
             at += shape.numel()
 

@@ -1,19 +1,60 @@
-"""Pictures of runs, with matplotlib: PNG, SVG or PDF by the file's ending."""
+"""Pictures with matplotlib: PNG, SVG or PDF by the file's ending.
+
+Matplotlib is loaded when something is drawn, not before: commands that draw nothing start without it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
+import numpy as np
+import numpy.typing as npt
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; line styles help in print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 STYLES = ("-", "--", "-.", ":")
+FORMATS = ("png", "svg", "pdf")
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line with a band around it: mean and standard deviation over seeds. `index` chooses colour and style."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    spread: Sequence[float] | None = None
+    index: int = 0
+    strong: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes."""
+
+    title: str
+    xlabel: str
+    ylabel: str
+    series: Sequence[Series]
+    log: bool = False
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Groups of bars: a name for every group, and for every member of it heights, spreads and marks (nan for none)."""
+
+    title: str
+    groups: Sequence[str]
+    heights: Mapping[str, Sequence[float]]
+    spreads: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    marks: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 def line_style(index: int) -> dict[str, Any]:
@@ -22,25 +63,127 @@ def line_style(index: int) -> dict[str, Any]:
 
 def accuracy_curves(histories: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, title: str) -> Path:
     """Test accuracy against rounds, one line a method, best at the end on top of the legend."""
-    figure, axes = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
+    figure, axes = canvas(1, 1, (7.5, 4.6))
     ends = []
     for index, (name, history) in enumerate(histories.items()):
         scored = [row for row in history if "accuracy" in row]
         rounds, accuracy = [row["round"] for row in scored], [100 * row["accuracy"] for row in scored]
+        last = accuracy[-1] if accuracy else float("nan")
         width = 2.6 if name == "fedagg" else 1.7
-        (line,) = axes.plot(rounds, accuracy, label=f"{name}  {accuracy[-1]:.2f} %", linewidth=width, **line_style(index))
-        ends.append((accuracy[-1], line))
-    axes.set(xlabel="round", ylabel="test accuracy (%)")
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(handles=[line for _, line in sorted(ends, key=lambda end: -end[0])], frameon=False)
+        (line,) = axes[0][0].plot(rounds, accuracy, label=f"{name}  {last:.2f} %", linewidth=width, **line_style(index))
+        ends.append((last, line))
+    axes[0][0].set(xlabel="round", ylabel="test accuracy (%)")
+    axes[0][0].set_title(title, loc="left", fontsize=10)
+    tidy(axes[0][0])
+    axes[0][0].legend(handles=[line for _, line in sorted(ends, key=lambda end: -end[0])], frameon=False)
     return save(figure, path)
 
 
-def save(figure: Any, path: Path) -> Path:
+def panels(grid: Sequence[Sequence[Panel]], paths: Sequence[Path], title: str) -> list[Path]:
+    """A grid of line plots under one title, with one legend for all of them."""
+    columns = max(len(row) for row in grid)
+    figure, axes = canvas(len(grid), columns, (1.2 + 4.0 * columns, 1.4 + 3.0 * len(grid)))
+    handles: dict[str, Any] = {}
+    for axes_row, row in zip(axes, grid, strict=True):
+        for each in axes_row[len(row) :]:
+            each.set_visible(False)
+        for each, panel in zip(axes_row, row, strict=False):
+            for line in panel.series:
+                width = 2.4 if line.strong else 1.4
+                (drawn,) = each.plot(line.x, line.y, label=line.name, linewidth=width, **line_style(line.index))
+                handles.setdefault(line.name, drawn)
+                if line.spread is not None:
+                    y, spread = np.asarray(line.y, dtype=float), np.asarray(line.spread, dtype=float)
+                    each.fill_between(line.x, y - spread, y + spread, color=drawn.get_color(), alpha=0.18, linewidth=0)
+            each.set(xlabel=panel.xlabel, ylabel=panel.ylabel, yscale="log" if panel.log else "linear")
+            each.set_title(panel.title, fontsize=10)
+            tidy(each)
+    return finish(figure, handles, title, paths)
+
+
+def bars(charts: Sequence[Bars], paths: Sequence[Path], title: str) -> list[Path]:
+    """Groups of bars, the paper's numbers as black marks on them; the axis starts near the lowest bar."""
+    figure, axes = canvas(len(charts), 1, (10.0, 1.4 + 3.2 * len(charts)))
+    handles: dict[str, Any] = {}
+    for (each,), chart in zip(axes, charts, strict=True):
+        names = list(chart.heights)
+        width = 0.84 / max(1, len(names))
+        seen = [v for group in (chart.heights, chart.marks) for row in group.values() for v in row if np.isfinite(v)]
+        for index, name in enumerate(names):
+            at = np.arange(len(chart.groups)) + (index - (len(names) - 1) / 2) * width
+            error = chart.spreads.get(name)
+            colour = COLOURS[index % len(COLOURS)]
+            hatch = ("", "//", "..", "xx")[index // len(COLOURS) % 4]
+            drawn = each.bar(
+                at, chart.heights[name], width * 0.92, yerr=error, color=colour, hatch=hatch,
+                edgecolor="white", linewidth=0, error_kw={"elinewidth": 0.9},
+            )  # fmt: skip
+            handles.setdefault(name, drawn)
+            if name in chart.marks:
+                mark = each.scatter(at, chart.marks[name], marker="_", s=60, color="black", zorder=3)
+                handles.setdefault("the paper", mark)
+        if seen:
+            each.set_ylim(bottom=max(0.0, min(seen) - 0.25 * (max(seen) - min(seen)) - 1.0))
+        each.set_xticks(np.arange(len(chart.groups)), chart.groups)
+        each.set_ylabel("test accuracy (%)")
+        each.set_title(chart.title, fontsize=10)
+        tidy(each)
+    return finish(figure, handles, title, paths)
+
+
+def label_maps(
+    counts: Mapping[str, npt.NDArray[Any]],
+    distances: Mapping[str, npt.NDArray[Any]],
+    distance: str,
+    paths: Sequence[Path],
+    title: str,
+) -> list[Path]:
+    """Heat maps of labels over clients on one colour scale, and how far each client is from everybody's mix."""
+    from matplotlib.colors import PowerNorm
+
+    figure, axes = canvas(1, len(counts) + 1, (1.0 + 4.2 * (len(counts) + 1), 4.4))
+    # Skewed splits have a few large cells and many small ones: the square root shows both.
+    scale = PowerNorm(0.5, vmin=0, vmax=max(int(table.max()) for table in counts.values()))
+    for each, (name, table) in zip(axes[0], counts.items(), strict=False):
+        image = each.imshow(table.T, aspect="auto", origin="lower", cmap="viridis", norm=scale)
+        each.set(xlabel="client", ylabel="label")
+        each.set_title(name, fontsize=10)
+    figure.colorbar(image, ax=axes[0][: len(counts)], pad=0.01, label="samples (root scale)")
+    boxes = axes[0][-1]
+    boxes.boxplot([values[np.isfinite(values)] for values in distances.values()], tick_labels=list(distances))
+    boxes.set_ylabel(distance)
+    boxes.set_ylim(bottom=0)
+    boxes.set_title("distance of clients from everybody's mix", fontsize=10)
+    tidy(boxes)
+    return finish(figure, {}, title, paths)
+
+
+def canvas(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure, Sequence[Sequence[Axes]]]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False).tolist()
+
+
+def tidy(axes: Axes) -> None:
+    axes.grid(alpha=0.25)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def finish(figure: Figure, handles: Mapping[str, Any], title: str, paths: Sequence[Path]) -> list[Path]:
+    figure.suptitle(title, fontsize=12)
+    if handles:
+        columns = min(len(handles), max(3, int(figure.get_figwidth() // 1.6)))
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns, frameon=False)
+    return [save(figure, path) for path in paths]
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Written aside and moved into place; without a date inside, so that the same numbers give the same file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.stem}.part{path.suffix}")
-    figure.savefig(aside, dpi=150)
-    plt.close(figure)
+    undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix)
+    figure.savefig(aside, dpi=150, metadata=undated)
     aside.replace(path)
     return path

@@ -7,8 +7,11 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from safetensors.torch import save as save_tensors
@@ -16,73 +19,101 @@ from torch import nn
 
 from fedagg import checkpoint, files
 from fedagg.checkpoint import Checkpoint
-from fedagg.config import Config, read
+from fedagg.config import Config, make, read
 from fedagg.errors import FedaggError, SettingError
 
 MAY_CHANGE = {"rounds", "device", "engine", "threads", "chunk", "checkpoint_every", "data_dir"}
 
 
 class Record:
-    """Keeps the run folder, or only the history in memory when there is no folder."""
+    """Keeps the run folder, or only the history in memory when there is no folder. Used in a `with`, which gives the folder free."""
 
     def __init__(self, folder: Path | None, config: Config, environment: dict[str, Any]) -> None:
         self.folder, self.config = folder, config
         self.history: list[dict[str, Any]] = []
         self.resumed: Checkpoint | None = None
+        self.claim: files.Claim | None = None
         if folder is None:
             return
         files.folder(folder)
         if (folder / "config.toml").exists():
             raise SettingError("out", str(folder), "holds a run already; choose another folder, or --resume it")
-        files.write(folder / "config.toml", config.toml())
-        files.write(folder / "environment.json", json.dumps(environment, indent=2))
+        self.claim = files.Claim(folder, "out")
+        with self.closed_on_failure():
+            # config.toml comes last: a folder that has one is a run that can be resumed.
+            files.write(folder / "environment.json", json.dumps(environment, indent=2))
+            files.write(folder / "config.toml", config.toml())
 
     @classmethod
-    def resume(cls, folder: Path, config: Config, environment: dict[str, Any]) -> Record:
+    def resume(cls, folder: Path, config: Config, identity: dict[str, str]) -> Record:
         """Open an unfinished run again: cut its files back to the newest whole checkpoint."""
-        before = read(folder / "config.toml")
-        now = {k: v for k, v in config.model_dump().items() if v is not None}
-        differs = sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k) and k not in MAY_CHANGE)
+        if not (folder / "config.toml").is_file():
+            raise SettingError("resume", str(folder), "is not a run folder: it has no config.toml")
+        before, now = make(read(folder / "config.toml")).model_dump(), config.model_dump()
+        differs = sorted(k for k in now if before[k] != now[k] and k not in MAY_CHANGE)
         if differs:
-            changes = ", ".join(f"{k} was {before.get(k)!r}, now {now.get(k)!r}" for k in differs)
+            changes = ", ".join(f"{k} was {before[k]!r}, now {now[k]!r}" for k in differs)
             raise FedaggError(f"resume = {str(folder)!r}: {changes}; resume with the same settings (rounds may grow)")
-        record = cls(None, config, environment)
-        record.folder = folder
-        record.resumed = checkpoint.latest(folder / "checkpoints")
+        files.folder(folder, "resume")
+        record = cls(None, config, {})
+        record.folder, record.claim = folder, files.Claim(folder, "resume")
+        with record.closed_on_failure():
+            record.go_back(folder, identity)
+        return record
+
+    def go_back(self, folder: Path, identity: dict[str, str]) -> None:
+        """To the newest whole checkpoint: what was recorded after it is cut off, and will be recorded again."""
+        files.tidy(folder)
+        files.tidy(folder / "checkpoints")
+        self.resumed = checkpoint.latest(folder / "checkpoints")
+        done = self.resumed.round if self.resumed else 0
+        if self.config.rounds < done:
+            raise SettingError("rounds", self.config.rounds, f"the run in {folder} has done {done} already; give at least that many")
+        facts = self.resumed.facts if self.resumed else {}
+        for name, value in facts.get("identity", {}).items():
+            if identity.get(name) != value:
+                raise FedaggError(f"resume = {str(folder)!r}: {name} is not what the run began with; give the same {name} again")
         for name in ("metrics.jsonl", "clients.jsonl"):
-            path, keep = folder / name, int(record.resumed.facts[name]) if record.resumed else 0
+            path, keep = folder / name, int(facts.get(name, 0))
             if path.exists() and path.stat().st_size >= keep:
+                self.history = cut(path, keep, done) if name == "metrics.jsonl" else self.history
                 os.truncate(path, keep)
             elif keep:
                 raise FedaggError(f"{path}: shorter than its checkpoint says; start the run again in a new folder")
-        if record.resumed and (folder / "metrics.jsonl").exists():
-            lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-            record.history = [json.loads(line) for line in lines]
-        files.write(folder / "config.toml", config.toml())
-        return record
+        files.write(folder / "config.toml", self.config.toml())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @contextmanager
+    def closed_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self.claim is not None:
+            self.claim.release()
 
     def round(self, row: dict[str, Any], clients: dict[str, Any]) -> None:
         self.history.append(row)
         if self.folder is not None:
-            self.append("metrics.jsonl", row)
-            self.append("clients.jsonl", clients)
-
-    def append(self, name: str, row: dict[str, Any]) -> None:
-        assert self.folder is not None
-        try:
-            with open(self.folder / name, "a", encoding="utf-8") as handle:
-                handle.write(json.dumps(row) + "\n")
-        except OSError as error:
-            raise FedaggError(
-                f"{self.folder / name}: cannot be written ({error.strerror or error}); make room, then go on with --resume {self.folder}"
-            ) from None
+            files.append(self.folder / "metrics.jsonl", json.dumps(row))
+            files.append(self.folder / "clients.jsonl", json.dumps(clients))
 
     def checkpoint(self, now: Checkpoint) -> None:
+        """The record is seen onto the disk first: a checkpoint never speaks of lines that a power cut could still take."""
         if self.folder is None:
             return
         for name in ("metrics.jsonl", "clients.jsonl"):
             path = self.folder / name
-            now.facts[name] = path.stat().st_size if path.exists() else 0
+            files.flush(path)
+            now.facts[name] = path.stat().st_size
         checkpoint.save(self.folder / "checkpoints", now)
 
     def model(self, module: nn.Module) -> None:
@@ -93,6 +124,19 @@ class Record:
     def result(self, facts: dict[str, Any]) -> None:
         if self.folder is not None:
             files.write(self.folder / "result.json", json.dumps(facts, indent=2))
+
+
+def cut(path: Path, size: int, done: int) -> list[dict[str, Any]]:
+    """The rows of a record's first `size` bytes, which must be those of its `done` rounds."""
+    try:
+        with open(path, "rb") as handle:
+            rows = [json.loads(line) for line in handle.read(size).splitlines()]
+        if [row["round"] for row in rows] != list(range(1, done + 1)):
+            raise ValueError(f"its rounds are not 1 to {done}")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        why = " ".join(str(error).split())
+        raise FedaggError(f"{path}: damaged ({why}); start the run again in a new folder") from None
+    return rows
 
 
 def environment(device: torch.device, engine: str, version: str) -> dict[str, Any]:

@@ -128,9 +128,11 @@ class FedAgg(Algorithm):
         self.state["weighted2"] = self.state["weighted2"] + far * far * total2
 
     def broken(self, out: Outcome, clients: Clients) -> bool:
-        """Did the last step break the model? The clients' training loss, taken on it, would jump; or they would blow up."""
-        loss, usual = float(out.theta @ out.loss), self.number("loss")
-        if self.blown_up(clients) > LOST_SHARE or (usual == usual and loss > LOSS_JUMP * usual):
+        """Did the last step break the model? The loss of the clients' first mini-batches is the model's own, for free: it would have
+        jumped, by more than sampling explains; or the clients blow up on it."""
+        loss, usual = float(out.first.mean()), self.number("loss")
+        doubt = 3.0 * float(out.first.std()) / math.sqrt(len(out.clients)) if len(out.clients) > 1 else 0.0
+        if self.blown_up(clients) > LOST_SHARE or loss - doubt > LOSS_JUMP * usual:
             return True
         self.state["loss"] = torch.tensor(loss if usual != usual else (usual + loss) / 2, dtype=torch.float64)
         return False

@@ -34,7 +34,7 @@ class FedAggPaper(Algorithm):
 
     def prepare(self, model: Model, clients: Callable[[int], Clients], rounds: int) -> None:
         """`pretrain`: Algorithm 1 for every round of a rehearsal, before training proper."""
-        if self.estimator != "pretrain" or "rehearsed1" in self.state:
+        if self.estimator != "pretrain" or len(self.state.get("rehearsed1", ())) >= rounds:
             return
         phi1, phi2, betas = [], [], []
         for t in range(rounds):

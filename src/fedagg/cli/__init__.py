@@ -8,7 +8,7 @@ import warnings
 import click
 import typer
 
-from fedagg.cli import catalogue, compare, datasets, train
+from fedagg.cli import catalogue, compare, datasets, flower, plot, report, reproduce, train
 from fedagg.cli.show import err
 from fedagg.errors import FedaggError
 
@@ -22,12 +22,16 @@ app = typer.Typer(
 app.command("run")(train.run)
 app.command("compare")(compare.compare)
 app.command("list")(catalogue.list_all)
+app.command("reproduce")(reproduce.reproduce)
+app.command("plot")(plot.plot)
+app.command("report")(report.report)
 app.add_typer(datasets.app, name="data")
+app.add_typer(flower.app, name="flower")
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: everything a user can mend becomes one line and exit status 2."""
-    warnings.showwarning = lambda message, *_, **__: err.print(f"[yellow]warning:[/] {message}", highlight=False)
+    warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}", "yellow")
     try:
         status = app(arguments if arguments is not None else sys.argv[1:], standalone_mode=False)
         sys.exit(status if isinstance(status, int) else 0)
@@ -45,6 +49,11 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(130)
 
 
+def say(message: str, style: str) -> None:
+    """One line, as it is: names of files may hold anything, square brackets too."""
+    err.print(" ".join(message.split()), style=style, markup=False, highlight=False, soft_wrap=True)
+
+
 def complain(message: str) -> None:
-    err.print(f"fedagg: {' '.join(message.split())}", style="red", markup=False, highlight=False, soft_wrap=True)
+    say(f"fedagg: {message}", "red")
     sys.exit(2)

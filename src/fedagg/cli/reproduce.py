@@ -11,37 +11,46 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from fedagg import files
+from fedagg import files, plots
 from fedagg.cli.show import err, out
 from fedagg.config import Config
 from fedagg.errors import SettingError, unknown
 from fedagg.federation import Callback, Result
-from fedagg.reproduce import formats, grid, running, table
+from fedagg.reproduce import figures, formats, grid, running, table
 from fedagg.reproduce.grid import Cell, Spec
 from fedagg.reproduce.results import Store
 from fedagg.reproduce.running import Outcome, Stop
 
+ABOUT = "a table or figure of the paper, `all`, or a TOML file like those in experiments/paper"
+ROWS = "rows, by name or beginning, e.g. mnist-linear,cifar10-cnn-iid"
+RESULTS = "the results folder; finished cells in it are not run again"
+SHOW = "run nothing: show what the results folder has"
+LIMIT = "stop cleanly after this many seconds; the same command goes on"
+DATA = "where data sets are (default FEDAGG_DATA, else the user's cache)"
+
 
 def reproduce(
-    what: Annotated[str, typer.Argument(help="a table or figure of the paper, `all`, or a TOML file like those in experiments/paper")],
+    what: Annotated[str, typer.Argument(help=ABOUT)],
     *,
-    rows: Annotated[str | None, typer.Option(help="rows, by name or beginning, e.g. mnist-linear,cifar10-cnn-iid")] = None,
+    rows: Annotated[str | None, typer.Option(help=ROWS)] = None,
     algorithms: Annotated[str | None, typer.Option(help="methods in place of the paper's, or `all`")] = None,
     participation: Annotated[str | None, typer.Option(help="shares of clients in a round, e.g. 0.2,1.0")] = None,
     seeds: Annotated[int, typer.Option(help="seeds 0, 1, ... of every cell", min=1)] = 3,
     rounds_scale: Annotated[float, typer.Option(help="share of the paper's rounds, to try things out")] = 1.0,
-    results: Annotated[Path, typer.Option(help="the results folder; finished cells in it are not run again")] = Path("results"),
-    show: Annotated[bool, typer.Option("--show", "--no-run", help="run nothing: show what the results folder has")] = False,
+    results: Annotated[Path, typer.Option(help=RESULTS)] = Path("results"),
+    show: Annotated[bool, typer.Option("--show", "--no-run", help=SHOW)] = False,
     form: Annotated[str, typer.Option("--format", help=f"of tables: {', '.join(formats.FORMATS)}")] = "text",
     jobs: Annotated[int, typer.Option(help="cells at once, each in a process of its own", min=1)] = 1,
-    time_limit: Annotated[float | None, typer.Option(help="stop cleanly after this many seconds; the same command goes on", min=0)] = None,
+    time_limit: Annotated[float | None, typer.Option(help=LIMIT, min=0)] = None,
     fetch: Annotated[bool, typer.Option(help="download data that is missing")] = True,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:0, ...")] = None,
     engine: Annotated[str | None, typer.Option(help="where clients run: auto, sequential, batched")] = None,
     chunk: Annotated[int | None, typer.Option(help="clients trained together; 0 chooses from the free memory")] = None,
     threads: Annotated[int | None, typer.Option(help="processor threads of a cell")] = None,
     eval_every: Annotated[int | None, typer.Option(help="evaluate every so many rounds")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="where data sets are (default FEDAGG_DATA, else the user's cache)")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help=DATA)] = None,
+    drawn: Annotated[Path | None, typer.Option("--figures", help="where figures go (default RESULTS/figures)")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="fill the results folder only: no table, no figure")] = False,
 ) -> int:
     """Run what a table or figure of the paper needs, and set it beside the paper's own numbers.
 
@@ -69,16 +78,21 @@ def reproduce(
     if not show:
         files.folder(results / ".partial", "results")
         status = run_all([cell for spec in specs for cell in grid.cells(spec)], store, jobs, time_limit, fetch)
-    for spec in specs:
-        present(spec, store, form, words(algorithms) is None)
+    for spec in [] if quiet else specs:
+        if spec.kind == "table":
+            also = grid.every_method() if algorithms is None else ()
+            sys.stdout.write(formats.render(table.build(spec, store, also), form, out))
+        else:
+            draw(spec, store, drawn or results / "figures")
     return status
 
 
-def present(spec: Spec, store: Store, form: str, every: bool) -> None:
-    """A table on standard output."""
-    if spec.kind == "table":
-        also = grid.every_method() if every else ()
-        sys.stdout.write(formats.render(table.build(spec, store, also), form, out))
+def draw(spec: Spec, store: Store, folder: Path) -> None:
+    paths = figures.draw(spec, store, files.folder(folder, "figures"), plots.FORMATS)
+    for path in paths:
+        out.print(str(path), soft_wrap=True, highlight=False)
+    if not paths:
+        err.print(f"[yellow]{spec.name}: nothing to draw yet[/]", highlight=False)
 
 
 def run_all(cells: list[Cell], store: Store, jobs: int, time_limit: float | None, fetch: bool) -> int:
@@ -91,8 +105,8 @@ def run_all(cells: list[Cell], store: Store, jobs: int, time_limit: float | None
     with Board(len(todo), jobs) as board, running.interruptible(stop):
         for outcome in running.run(todo, store, stop=stop, jobs=jobs, fetch=fetch, watch=board.watch):
             seen.append(outcome)
-            ended = {id(o.cell) for o in seen}
-            board.ended(outcome, [cell for cell in todo if id(cell) not in ended], seen)
+            ended = {o.cell for o in seen}
+            board.ended(outcome, [cell for cell in todo if cell not in ended], seen)
     return tell(seen, len(todo), stop)
 
 

@@ -37,7 +37,7 @@ class Live:
         now = f"accuracy [green]{100 * row['accuracy']:6.2f} %[/]  loss {row['loss']:.4f}" if "accuracy" in row else ""
         if row["left_out"]:
             now += f"  [yellow]left out {row['left_out']} ({', '.join(row['causes'])})[/]"
-            if row["left_out"] == row["participants"]:
+            if row.get("unchanged"):
                 now += " [red]no valid client: model unchanged[/]"
         self.progress.update(self.task, advance=1, **({"now": now} if now else {}))
 
@@ -45,7 +45,8 @@ class Live:
         self.progress.stop()
 
     def stop(self) -> None:
-        self.progress.stop()
+        if self.progress.live.is_started:  # otherwise stopping would print an empty line
+            self.progress.stop()
 
 
 def results_table(results: list[Result], title: str) -> Table:

@@ -74,5 +74,6 @@ def tell(result: Result, as_json: bool) -> None:
     for name, value in result.figures.items():
         out.print(f"{name.replace('_', ' ')}: {100 * value:.2f} %")
     if result.interrupted:
-        err.print(f"[yellow]stopped after {len(result.history)} rounds[/]; go on with: fedagg run --resume {result.run}")
-    out.print(f"run folder: {result.run}", soft_wrap=True)
+        again = f"go on with: fedagg run --resume {result.run}"
+        err.print(f"stopped after {len(result.history)} rounds; {again}", style="yellow", markup=False, soft_wrap=True)
+    out.print(f"run folder: {result.run}", markup=False, soft_wrap=True)

@@ -106,6 +106,7 @@ class Chunk:
     delta: Tensor  # w_i - w̄, (n, d)
     buffers: Tensor  # (n, b)
     loss: Tensor  # mean over the steps made, (n,)
+    first: Tensor  # of the first mini-batch, taken on the global model itself, (n,)
     rates: Tensor  # η_{i,l}, (n, L); 0 in epochs not made
     steps: Tensor  # mini-batches in all, (n,)
     memory: Tensor | None = None  # the remembered vectors the clients trained with, (n, d)

@@ -31,6 +31,7 @@ class Sequential:
         stepper = Stepper(local, space.w)
         high = work.high[job.position] if isinstance(work.high, Tensor) else work.high
         rates, losses = torch.zeros(local.epochs, device=s.device), torch.zeros((), device=s.device)
+        first = torch.zeros((), device=s.device)
         gradients = torch.zeros(local.epochs, s.layout.d, device=s.device) if work.trace else None
         path = torch.zeros(local.epochs + 1, s.layout.d, device=s.device) if work.trace else None
         order, steps = job.order().to(s.device), 0
@@ -44,6 +45,7 @@ class Sequential:
                 loss = s.loss(space.module(s.x[batch]), s.y[batch]).mean()
                 loss.backward()
                 losses += loss.detach()
+                first = losses.clone() if steps == 0 else first
                 with torch.no_grad():
                     if gradients is not None:
                         gradients[epoch] += space.g / len(batches)
@@ -69,6 +71,7 @@ class Sequential:
             delta=(space.w - model.w)[None],
             buffers=space.statistics()[None],
             loss=losses[None] / max(steps, 1),
+            first=first[None],
             rates=rates[None],
             steps=torch.tensor([steps], device=s.device),
             memory=None if own is None else own[None],

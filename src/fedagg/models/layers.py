@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import nn
 
 NORMS = ("batch", "group", "none")
@@ -27,16 +29,16 @@ def conv_block(inputs: int, outputs: int, kernel: int, *, norm: str, stride: int
     return [conv, nn.ReLU()] if plain else [conv, norm_layer(norm, outputs), nn.ReLU()]
 
 
-def he_init(model: nn.Module) -> None:
+def he_init(model: nn.Module, mode: Literal["fan_in", "fan_out"] = "fan_out") -> None:
     """Initialise a deep ReLU network so that its signal neither fades nor explodes with depth.
 
-    He et al., "Delving Deep into Rectifiers" (ICCV 2015): normal weights of variance 2 / fan-out, biases zero. The
+    He et al., "Delving Deep into Rectifiers" (ICCV 2015): normal weights of variance 2 / fan, biases zero. The
     last linear layer feeds no ReLU and starts at N(0, 0.01²), so that the first predictions are near uniform. With
     PyTorch's own default, what tells two images apart fades several hundredfold on its way through VGG-11.
     """
     layers = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
     for layer in layers:
-        nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+        nn.init.kaiming_normal_(layer.weight, mode=mode, nonlinearity="relu")
         if layer.bias is not None:
             nn.init.zeros_(layer.bias)
     nn.init.normal_(layers[-1].weight, std=0.01)

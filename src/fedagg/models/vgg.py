@@ -26,5 +26,5 @@ def vgg11(shape: tuple[int, int, int], classes: int, *, norm: str) -> nn.Sequent
             inputs, padding = outputs, 1
         layers.append(nn.MaxPool2d(2))
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
-    he_init(model)
+    he_init(model, "fan_in")  # at the paper's rate of 0.01, fan-out stands still for hundreds of steps
     return model

@@ -1,1 +1,1 @@
-"""The paper's tables and figures: what has to be run, running it, and setting the outcome beside the paper's own numbers."""
+"""The paper's tables and figures: what to run, running it, and setting it beside the paper's numbers."""

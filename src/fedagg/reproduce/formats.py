@@ -28,6 +28,11 @@ NAMES = {
     "fedagg-paper": "FedAgg (paper)",
     "fedagg": "FedAgg",
 }
+WIDE = 200
+CSV_COLUMNS = (
+    *("table", "row", "setting", "split", "participation", "method", "state"),
+    *("seeds", "mean", "std", "paper", "difference", "best", "pairs_in_paper_order", "pairs"),
+)
 FORMATS = ("text", "markdown", "latex", "csv")
 
 
@@ -38,14 +43,14 @@ def name(method: str) -> str:
 def ours(entry: Entry) -> str:
     if entry.state != "measured":
         return "-" if entry.state == "does not apply" else "not run"
-    return f"{entry.mean:.2f}" + (f" ± {entry.std:.2f}" if entry.std is not None else "")
+    return f"{entry.mean:.2f}" + (f" ±{entry.std:.2f}" if entry.std is not None else "")
 
 
 def theirs(entry: Entry) -> str:
     """The paper's number, and how far ours is from it."""
     if entry.theirs is None:
         return ""
-    return f"{entry.theirs:.2f}" + (f" ({entry.difference:+.2f})" if entry.difference is not None else "")
+    return f"{entry.theirs:.2f}" + (f" {entry.difference:+.2f}" if entry.difference is not None else "")
 
 
 def order(line: Line) -> str:
@@ -60,6 +65,8 @@ def clients(line: Line) -> str:
 def render(table: Table, form: str, console: Console | None = None) -> str:
     if form == "text":
         console = console or Console()
+        if not console.is_terminal:  # a pipe has no width of its own
+            console = Console(width=WIDE, file=io.StringIO())
         with console.capture() as captured:
             console.print(text(table, console.width))
         return captured.get()
@@ -68,7 +75,8 @@ def render(table: Table, form: str, console: Console | None = None) -> str:
 
 def text(table: Table, width: int = 120) -> RenderableType:
     """For the terminal: methods that do not fit beside each other go into further blocks below."""
-    room = max(1, (width - 48) // 17)
+    ranked = any(line.order[1] for line in table.lines)
+    room = max(1, (width - 52) // 15)
     blocks = [table.methods[i : i + room] for i in range(0, len(table.methods), room)]
     parts: list[RenderableType] = []
     for number, block in enumerate(blocks):
@@ -77,11 +85,12 @@ def text(table: Table, width: int = 120) -> RenderableType:
             grid.add_column(head, no_wrap=True)
         for method in block:
             grid.add_column(name(method), justify="right", no_wrap=True)
-        grid.add_column("order", no_wrap=True)
+        if ranked:
+            grid.add_column("order", no_wrap=True)
         for label, lines in groupby(table.lines, key=lambda line: line.row.label):
             for line in lines:
                 cells = [two_lines(line, method) for method in block]
-                grid.add_row(label, line.row.distribution, clients(line), *cells, order(line))
+                grid.add_row(label, line.row.distribution, clients(line), *cells, *([order(line)] if ranked else []))
             grid.add_section()
         parts.append(grid)
     return Group(*parts, *(Text(note, style="dim") for note in table.notes()))
@@ -119,7 +128,9 @@ def latex(table: Table) -> str:
             values = [line.entries[m] for m in table.methods]
             own = [rf"\textbf{{{tex(ours(e))}}}" if m == line.best else tex(ours(e)) for m, e in line.entries.items()]
             theirs_ = [rf"{{\footnotesize {tex(theirs(e))}}}" if theirs(e) else "" for e in values]
-            rows.append(" & ".join([*map(tex, (label, line.row.distribution, clients(line))), *own, tex(order(line))]) + r" \\")
+            rows.append(
+                " & ".join([*map(tex, (label, line.row.distribution, clients(line))), *own, tex(order(line))]) + r" \\"
+            )
             rows.append(" & ".join(["", r"\footnotesize paper", "", *theirs_, ""]) + r" \\")
     return "\n".join([*rows, r"\bottomrule", r"\end{tabular}", *(f"% {note}" for note in table.notes())]) + "\n"
 
@@ -134,18 +145,13 @@ def as_csv(table: Table) -> str:
     """One line for every method in every setting."""
     out = io.StringIO()
     write = csv.writer(out, lineterminator="\n")
-    write.writerow(
-        ["table", "row", "setting", "split", "participation", "method", "state", "seeds", "mean", "std", "paper"]
-        + ["difference", "best", "pairs_in_paper_order", "pairs"]
-    )
+    write.writerow(CSV_COLUMNS)
     for line in table.lines:
         held, ranked = line.order
+        about = (table.name, line.row.name, line.row.label, line.row.distribution, line.participation)
         for method in table.methods:
             e = line.entries[method]
             figures = [e.mean if e.ours else None, e.std, e.theirs, e.difference]
             shown = ["" if value is None else f"{value:.4f}".rstrip("0").rstrip(".") for value in figures]
-            write.writerow(
-                [table.name, line.row.name, line.row.label, line.row.distribution, line.participation, method, e.state]
-                + [len(e.ours), *shown, int(method == line.best), held, ranked]
-            )
+            write.writerow([*about, method, e.state, len(e.ours), *shown, int(method == line.best), held, ranked])
     return out.getvalue()

@@ -11,7 +11,7 @@ from typing import Any
 
 from fedagg.algorithms import REGISTRY
 from fedagg.config import Config, resolve
-from fedagg.errors import FedaggError, SettingError, unknown
+from fedagg.errors import SettingError, unknown
 
 FOLDER = Path(__file__).resolve().parent.parent / "experiments" / "paper"
 KINDS = ("table", "curves", "bars", "partition")
@@ -97,7 +97,8 @@ def load(name: str) -> Spec:
     try:
         return parse(path.stem, text)
     except (KeyError, TypeError, AttributeError) as error:
-        raise FedaggError(f"experiment = {name!r}: {error} is missing or has the wrong type; see experiments/paper") from None
+        fix = f"{error} is missing or has the wrong type; see experiments/paper"
+        raise SettingError("experiment", name, fix) from None
 
 
 def parse(name: str, text: dict[str, Any]) -> Spec:

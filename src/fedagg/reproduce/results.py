@@ -20,7 +20,7 @@ from fedagg.federation import Result
 NOT_RESULT = {
     "data_dir", "device", "engine", "threads", "chunk", "client_memory", "checkpoint_every", "eval_every"
 }  # fmt: skip
-COLUMNS = ("accuracy", "loss", "train_loss", "drift", "passes", "bytes_up", "bytes_down", "seconds")
+COLUMNS = ("accuracy", "loss", "train_loss", "drift", "passes", "samples", "bytes_up", "bytes_down", "seconds")
 
 
 @dataclass(frozen=True)

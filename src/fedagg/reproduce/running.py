@@ -31,6 +31,8 @@ from fedagg.federation import Callback, Result
 from fedagg.reproduce.grid import Cell
 from fedagg.reproduce.results import Store, key
 
+DIED = "its process died, perhaps for want of memory; fewer --jobs may help"
+
 
 class Flag(Protocol):
     def is_set(self) -> bool: ...
@@ -39,7 +41,7 @@ class Flag(Protocol):
 
 
 class Stop:
-    """Says when to stop: at a point in time, or when somebody asks. As a callback it ends a run after the current round."""
+    """Says when to stop: at some time, or when somebody asks. As a callback it ends a run after the current round."""
 
     def __init__(self, deadline: float | None = None, flag: Flag | None = None) -> None:
         self.deadline, self.flag = deadline, flag or threading.Event()
@@ -100,10 +102,11 @@ def in_turn(
 
 
 def at_once(todo: Sequence[Cell], store: Store, stop: Stop, jobs: int) -> Iterator[Outcome]:
-    """As many processes as `jobs`; never more cells handed out than there are processes, so it is known which one died."""
+    """In processes; never more cells are handed out than there are processes, so it is known which may have died."""
     context = multiprocessing.get_context("spawn")
     flag = context.Event()
-    left, running = list(todo), {}
+    left = list(todo)
+    running: dict[Future[Outcome], Cell] = {}
 
     def pool() -> ProcessPoolExecutor:
         arguments = (store.folder, stop.deadline, flag, jobs)
@@ -114,8 +117,7 @@ def at_once(todo: Sequence[Cell], store: Store, stop: Stop, jobs: int) -> Iterat
         while running or (left and not stop.now()):
             while left and len(running) < jobs and not stop.now():
                 cell = left.pop(0)
-                future: Future[Outcome] = workers.submit(work, cell)
-                running[future] = cell
+                running[workers.submit(work, cell)] = cell
             done, _ = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
             if stop.now():
                 flag.set()
@@ -126,7 +128,7 @@ def at_once(todo: Sequence[Cell], store: Store, stop: Stop, jobs: int) -> Iterat
                     yield future.result()
                 except BrokenProcessPool:
                     died = True
-                    yield Outcome(cell, "failed", message="its process died, perhaps for want of memory: fewer --jobs may help")
+                    yield Outcome(cell, "failed", message=DIED)
             if died:
                 for cell in running.values():
                     yield Outcome(cell, "stopped", message="a process beside it died; it goes on next time")
@@ -168,7 +170,7 @@ def run_cell(cell: Cell, store: Store, stop: Stop, watch: Sequence[Callback] = (
         return Outcome(cell, "no data", message=str(error))
     except Exception as error:  # whatever it was, the other cells shall run
         store.forget(cell.config)
-        log = folder.with_suffix(".error.txt")
+        log = folder.with_name(f"{folder.name}.error.txt")
         files.write(log, traceback.format_exc())
         why = " ".join(str(error).split()) if isinstance(error, FedaggError) else f"{type(error).__name__}: {error}"
         return Outcome(cell, "failed", time.perf_counter() - clock, message=f"{why.splitlines()[0]} ({log})")

@@ -51,7 +51,7 @@ class Line:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Of the pairs of methods that the paper ranks and we measured: how many we rank alike, and how many there are."""
+        """Of the pairs of methods that the paper ranks and we measured: how many we rank alike, and how many."""
         both = {m: e for m, e in self.entries.items() if e.ours and e.theirs is not None}
         if "fedagg" in both:
             both.pop("fedagg-paper", None)  # the paper has one FedAgg; ours is the default form where it was measured
@@ -63,6 +63,12 @@ class Line:
                 ranked += 1
                 held += (a.mean > b.mean) == (a.theirs > b.theirs) and a.mean != b.mean
         return held, ranked
+
+    @property
+    def whole(self) -> bool:
+        """Whether everything that the paper reports in this setting was measured here, FedAgg included."""
+        reported = {m: e for m, e in self.entries.items() if e.theirs is not None and m != "fedagg-paper"}
+        return "fedagg" in reported and all(entry.ours for entry in reported.values())
 
     @property
     def paper_best(self) -> str | None:
@@ -85,16 +91,15 @@ class Table:
             return ["Nothing of this was run yet."]
         seeds = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
         spread = "mean ± standard deviation over" if max(counts) > 1 else "from"
-        text = [
-            f"Test accuracy in percent, {spread} {seeds} seed{'s' if max(counts) > 1 else ''}, after the last round; "
-            "the paper's number and our difference from it below; bold is our best."
-        ]
+        text = [f"Test accuracy in percent, {spread} {seeds} seed{'s' if max(counts) > 1 else ''}; bold is our best."]
+        if any(e.theirs is not None for line in self.lines for e in line.entries.values()):
+            text.append("Below ours: the paper's number, and how far ours is from it.")
         if self.rounds_scale != 1:
             text.append(f"Rounds are {self.rounds_scale:g} of the paper's: not comparable with its numbers.")
         held, ranked = (sum(values) for values in zip(*(line.order for line in self.lines), strict=True))
         if ranked:
             text.append(f"The paper's order holds in {held} of {ranked} pairs of methods.")
-        whole = [line for line in self.lines if "fedagg" in line.entries and line.entries["fedagg"].ours and line.paper_best]
+        whole = [line for line in self.lines if line.whole]
         if whole:
             ours = sum((line.best or "").startswith("fedagg") for line in whole)
             theirs = sum(line.paper_best == "fedagg" for line in whole)
@@ -106,11 +111,12 @@ class Table:
 
 def build(spec: Spec, store: Store, also: Sequence[str] = ()) -> Table:
     """The table from what is in the results folder; nothing is run. `also` are methods to show where measured."""
-    lines = []
     methods = [*spec.methods, *(method for method in also if method not in spec.methods)]
-    for row in spec.rows:
-        for participation in spec.participation:
-            lines.append(Line(row, participation, {m: entry(spec, store, row, m, participation) for m in methods}))
+    lines = [
+        Line(row, participation, {m: entry(spec, store, row, m, participation) for m in methods})
+        for row in spec.rows
+        for participation in spec.participation
+    ]
     measured = {m for line in lines for m, e in line.entries.items() if e.ours}
     shown = [m for m in methods if m in spec.methods or m in measured]
     shown.sort(key=lambda m: (m.startswith("fedagg"), every_method().index(m) if m.startswith("fedagg") else 0))

@@ -66,7 +66,7 @@ class Constants:
         P: bound on every client's gradient norm, where the clients go (Assumption 2) and at w*.
         Q: bound on the norm of every client's parameters (Assumption 5).
         U: bound on |w_{i,l} - φ2_k| for k > l. The paper defines it with k = l, but its proof needs this.
-        alpha: the weight of Eq. (12).
+        alpha: the weight of Eq. (10).
         mu: the Polyak-Łojasiewicz constant of the global loss (Lemma 1).
         psi: the strong convexity or quadratic growth constant of the global loss (Assumption 3).
         g_norm: the norm of the subgradient of Assumption 4; only the printed non-convex bound has a use for it.
@@ -256,8 +256,8 @@ def one_round_progress(c: Constants, grad_norm: float, *, as_printed: bool = Fal
     $$f(s) = -s\,(1-\tfrac{\beta s}{2})\,\|\nabla F\|^2 + |1-\beta s|\,E\,\|\nabla F\| + \tfrac\beta2 E^2.$$
 
     As printed: $(\beta L^2\delta_h^2 - L\delta_l)\|\nabla F\|^2 + L^2P^2\beta\delta_l\delta_h +
-    \beta^2L^4NP^2\delta_h^4$. It is wrong for unequal client sizes; its last term has β² where β³ belongs; rates are
-    replaced by δ_l or δ_h in terms of unknown sign.
+    \beta^2L^4NP^2\delta_h^4$. It is wrong for unequal client sizes and for Algorithm 2; its last term has β² where β³
+    belongs; rates are replaced by δ_l or δ_h in terms of unknown sign.
     """
     if reason := c.lacks("beta", "P"):
         return Bound.none(reason)
@@ -270,7 +270,7 @@ def one_round_progress(c: Constants, grad_norm: float, *, as_printed: bool = Fal
         return Bound.of(-slope * g2 + rest)
     error, relative = step_error(c).value, relative_error(c).value
     if error is None:
-        return Bound.none("E overflows: the constants are too large")
+        return step_error(c)
     if relative is not None:
         error = min(error, relative * grad_norm)
 
@@ -303,7 +303,7 @@ def convergence_rate(c: Constants, T: int, gap: float, *, as_printed: bool = Fal
         return Bound.of(q**T * gap + rest * (_geometric(q, T) - 1.0 if T > 0 else 0.0))
     pairs = descents(c)
     if not pairs:
-        return Bound.none(_descent_condition(c, beta))
+        return step_error(c) if not step_error(c).applies else Bound.none(_descent_condition(c, beta))
     factors = [(max(0.0, 1.0 - 2.0 * mu * slope), rest) for slope, rest in pairs]
     return Bound.of(min(q**T * gap + rest * _geometric(q, T) for q, rest in factors))
 
@@ -326,7 +326,7 @@ def convergence_error(c: Constants, T: int, gap: float, *, as_printed: bool = Fa
         return Bound.of(gap / (T * slope) + rest / slope)
     pairs = descents(c)
     if not pairs:
-        return Bound.none(_descent_condition(c, beta))
+        return step_error(c) if not step_error(c).applies else Bound.none(_descent_condition(c, beta))
     return Bound.of(min(gap / (T * slope) + rest / slope for slope, rest in pairs))
 
 
@@ -387,7 +387,7 @@ def optimality_gap_convex(c: Constants, T: int, distance2: float, *, as_printed:
         return Bound.none(f"needs all rates positive, and δ_l = {c.delta_l:.6g}")
     bias = step_bias(c).value
     if bias is None:
-        return Bound.none("B overflows: the constants are too large")
+        return step_bias(c)
     q = max(0.0, 1.0 - c.L * c.delta_l * psi)
     rest = move * move + beta * c.delta_h * P * P * c.delta_h * c.delta_h * (c.L - 1) * c.L * (2 * c.L - 1) / 6.0
     for _ in range(T):
@@ -407,7 +407,9 @@ def optimality_gap_contraction(c: Constants, T: int, distance2: float) -> Bound:
     beta, psi = c.get("beta", "psi")
     q = max(abs(1.0 - s * x) for s in (c.L * c.delta_l, c.L * c.delta_h) for x in (psi, beta))
     error, relative = step_error(c).value, relative_error(c).value
-    if q >= 1.0 or error is None:
+    if error is None:
+        return step_error(c)
+    if q >= 1.0:
         return Bound.none("needs ψ > 0 and " + _descent_condition(c, beta).removeprefix("needs "))
     pairs = [(q, error)]
     if relative is not None and q + beta * relative < 1.0:

@@ -23,6 +23,7 @@ from fedagg.errors import DataError, SettingError
 from fedagg.theory.bounds import Bound
 
 _Array = npt.NDArray[np.float64]
+_ROUNDING = 8.0 * float(np.finfo(np.float64).eps)  # what a sum of well-scaled terms may be off by, relatively
 
 
 def smoothness(
@@ -97,8 +98,8 @@ class SoftmaxSolution:
         weights: the minimiser of smallest norm, (classes, features [+ 1 for the bias, last]).
         loss: F there.
         gradient_norm: |∇F| there, as far as float64 went.
-        curvature: the smallest eigenvalue of the Hessian there, on the identifiable subspace; None if the Hessian was
-            too large to compute.
+        curvature: the smallest eigenvalue of the Hessian there, on the identifiable subspace, less what rounding can
+            add to it; None if the Hessian was too large to compute.
         self_concordance: R with $|g'''| \le R\,g''$ for $g(t) = F(w + tu)$, |u| = 1: √2 times the longest sample.
         radius: how far the true minimiser can be from `weights` at most; None if no minimiser could be certified.
         reason: why `radius` is None; empty otherwise.
@@ -186,19 +187,18 @@ def solve_softmax(
     loss, gradient = problem.value_and_gradient(v)
     slack = float(np.linalg.norm(gradient))
     reach = problem.self_concordance
-    curvature: float | None = None
-    if problem.dimension <= dense_limit:
-        curvature = float(torch.linalg.eigvalsh(problem.hessian(v)).min()) + l2
-    least = curvature if curvature is not None else l2
+    curvature = problem.curvature(v) if problem.dimension <= dense_limit else None
+    least = l2 if curvature is None else curvature
+    off = reach * (slack + _ROUNDING * reach)
     radius, reason = None, ""
     if l2 == 0.0 and problem.separates(v):
         reason = "the classes can be separated: the loss falls towards 0 for ever longer weights and there is no w*"
     elif curvature is None and l2 == 0.0:
         reason = "the Hessian is too large to bound its smallest eigenvalue: set l2 above 0, or raise dense_limit"
-    elif reach * slack >= least:
-        reason = f"not certified: R |∇F| = {reach * slack:.3g} is not below the smallest curvature {least:.3g}"
+    elif off >= least:
+        reason = f"not certified: R |∇F| = {off:.3g} is not below the smallest curvature {least:.3g}"
     else:
-        radius = -math.log1p(-reach * slack / least) / reach if reach > 0.0 else 0.0
+        radius = -math.log1p(-off / least) / reach
     return SoftmaxSolution(
         weights=problem.weights(v),
         loss=loss,
@@ -296,6 +296,11 @@ class _Softmax:
                 full[a * width : (a + 1) * width, b * width : (b + 1) * width] = block
                 full[b * width : (b + 1) * width, a * width : (a + 1) * width] = block.T
         return full
+
+    def curvature(self, v: _Array) -> float:
+        """The smallest eigenvalue of the full Hessian, less its rounding error, which is relative to the largest."""
+        eigenvalues = torch.linalg.eigvalsh(self.hessian(v))
+        return float(eigenvalues.min() - _ROUNDING * math.sqrt(self.dimension) * eigenvalues.max()) + self.l2
 
     def separates(self, v: _Array) -> bool:
         """Whether every sample's own class has the strictly largest logit: then the loss has no minimum."""

@@ -16,7 +16,7 @@ number can be checked by hand.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -163,6 +163,8 @@ def algorithm_one(
     if direction not in ("aggregated", "local"):
         raise unknown("direction", direction, ("aggregated", "local"))
     local = 1.0 if direction == "local" else 0.0
+    # Measured from the round's start: rates come from w̄ - φ2, which for small rates is lost in the digits of w̄.
+    clients, w = replace(clients, centres=clients.centres - w), torch.zeros_like(w)
     count, beta = len(clients.theta), clients.beta
     rates = torch.full((epochs,), rate, dtype=torch.float64)
     phi1, phi2 = mean_field(local_round(clients, w, rates.expand(count, -1), local))

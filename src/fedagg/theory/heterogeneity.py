@@ -2,9 +2,9 @@ r"""How unlike the clients are: their labels against everybody's, and their grad
 
 Three distances between a client's label distribution p and the global one q:
 
-- `wasserstein`: $W_1 = \sum_a |P(a) - Q(a)|$, P and Q the cumulative distributions over the label *index*. The metric on
-  the label axis is |a - b|: moving a sample from label 0 to 9 costs nine times as much as to 1. For labels without an
-  order (all data sets of the paper) that is a convention; renumbering the classes changes the number, which is
+- `wasserstein`: $W_1 = \sum_a |P(a) - Q(a)|$, P and Q the cumulative distributions over the label *index*. The metric
+  on the label axis is |a - b|: moving a sample from label 0 to 9 costs nine times as much as to 1. For labels without
+  an order (all data sets of the paper) that is a convention; renumbering the classes changes the number, which is
   between 0 and C - 1.
 - `total_variation`: $\frac12\sum_a|p_a - q_a|$, in [0, 1]. It is the Wasserstein distance for the metric in which any
   two different labels are 1 apart, so it does not depend on how classes are numbered.
@@ -170,8 +170,9 @@ def write_summary(path: str | os.PathLike[str], found: Mapping[float, Distances]
 def plot_counts(path: str | os.PathLike[str], counts: Counts, title: str = "Samples per label and client") -> None:
     """A heat map as PNG, clients across and labels up, with the clients' sizes as bars above it."""
     clients, classes = counts.shape
-    figure = Figure(figsize=(min(16.0, 6.0 + 0.08 * clients), min(12.0, 4.5 + 0.1 * classes)), layout="constrained")
-    sizes, heat = figure.subplots(2, 1, sharex=True, height_ratios=(1, 4))
+    height = min(9.0, 3.2 + 0.08 * classes)
+    figure = Figure(figsize=(min(16.0, 6.0 + 0.08 * clients), height + 2.0), layout="constrained")
+    sizes, heat = figure.subplots(2, 1, sharex=True, height_ratios=(1.1, height))
     figure.suptitle(title, fontsize=16)
     sizes.bar(np.arange(clients), counts.sum(1), width=0.9, color="#35608d")
     sizes.set_ylabel("samples", fontsize=12)

@@ -1,0 +1,83 @@
+"""`fedagg plot`: the paper's figures from a results folder, and pictures of runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedagg import files, plots, runs
+from fedagg.cli.reproduce import shares, words
+from fedagg.cli.show import err, out
+from fedagg.errors import SettingError, unknown
+from fedagg.reproduce import figures, grid
+from fedagg.reproduce.results import Store
+
+WHAT = "figures of the paper (fig-curves, ..., or `all`), or run folders"
+
+
+def plot(
+    what: Annotated[list[str], typer.Argument(help=WHAT)],
+    *,
+    folder: Annotated[Path, typer.Option("--out", "-o", help="where the pictures go")] = Path("figures"),
+    form: Annotated[str, typer.Option("--format", help="png, svg, pdf, or several with commas")] = "png,svg,pdf",
+    results: Annotated[Path, typer.Option(help="the results folder to draw from")] = Path("results"),
+    rows: Annotated[str | None, typer.Option(help="rows of the figure, by name or beginning")] = None,
+    algorithms: Annotated[str | None, typer.Option(help="methods in place of the paper's, or `all`")] = None,
+    participation: Annotated[str | None, typer.Option(help="shares of clients in a round, e.g. 0.2,1.0")] = None,
+    seeds: Annotated[int, typer.Option(help="seeds 0, 1, ... to draw", min=1)] = 3,
+    rounds_scale: Annotated[float, typer.Option(help="share of the paper's rounds that was run")] = 1.0,
+    data_dir: Annotated[Path | None, typer.Option(help="where data sets are, for fig-partition")] = None,
+) -> int:
+    """Draw figures of the paper from a results folder, or the curves of runs, as PNG, SVG and PDF."""
+    endings = words(form) or []
+    for ending in endings:
+        if ending not in plots.FORMATS:
+            raise unknown("format", ending, plots.FORMATS)
+    files.folder(folder)
+    given = [name for name in grid.names() if name.startswith("fig-")] if what == ["all"] else what
+    drawn: list[Path] = []
+    if all((Path(name) / "config.toml").exists() for name in given):
+        drawn = draw_runs([Path(name) for name in given], [folder / f"runs.{ending}" for ending in endings])
+    else:
+        for name in given:
+            spec = grid.narrow(
+                grid.load(name),
+                rows=words(rows),
+                methods=words(algorithms),
+                participation=shares(participation),
+                seeds=seeds,
+                rounds_scale=rounds_scale,
+                overrides={"data_dir": str(data_dir)} if data_dir else {},
+            )
+            if spec.kind == "table":
+                raise SettingError("what", name, "is a table: see it with `fedagg reproduce NAME --show`")
+            made = figures.draw(spec, Store(results), folder, endings)
+            if not made:
+                err.print(
+                    f"[yellow]{name}: nothing to draw yet[/]; run `fedagg reproduce {name}` first", highlight=False
+                )
+            drawn += made
+    for path in drawn:
+        out.print(str(path), soft_wrap=True, highlight=False)
+    return 0 if drawn else 1
+
+
+def draw_runs(folders: list[Path], paths: list[Path]) -> list[Path]:
+    """Accuracy, loss, mean learning rate and drift over rounds, a line a run."""
+    loaded = [runs.load(folder) for folder in folders]
+    columns = (
+        ("accuracy", "test accuracy (%)", 100.0),
+        ("loss", "test loss", 1.0),
+        ("rate_mean", "learning rate, mean over clients and epochs", 1.0),
+        ("drift", "mean distance a client moved", 1.0),
+    )
+    grid_of = []
+    for column, label, scale in columns:
+        lines = []
+        for index, run in enumerate(loaded):
+            x, y = run.curve(column)
+            lines.append(plots.Series(run.name, x, [scale * v for v in y], index=index))
+        grid_of.append(plots.Panel("", "round", label, lines))
+    return plots.panels([grid_of[:2], grid_of[2:]], paths, "Runs")

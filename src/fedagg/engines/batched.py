@@ -1,0 +1,318 @@
+"""All clients of a round at once: their weights are the rows of one matrix, and a step moves every row.
+
+The engine keeps the schedule (who makes which step on which samples), the update and the bookkeeping; a network form (`stacked`,
+`vmapped`) turns rows of weights into rows of gradients. Clients with fewer samples or epochs stand still while others go on: their rate
+is zero and their samples weigh nothing. On CUDA the step is captured once as a graph that reads its batch through a cursor on the
+device, and a round is nothing but replays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fedagg import seeding
+from fedagg.engines.base import Chunk, Job, Memory, Setting, Stepper, Work, class_means
+from fedagg.flat import Model, Workspace
+
+
+class Network(Protocol):
+    """n copies of the network; `gradient` fills `g` from `w` and returns the loss of each copy."""
+
+    w: Tensor
+    g: Tensor
+    buffers: Tensor
+
+    def gradient(self, x: Tensor, y: Tensor, scale: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a captured step depends on: sizes, and which terms the work has."""
+
+    n: int
+    batch: int
+    shift: bool
+    prox: bool
+    memory: bool
+    mask: bool
+    trace: bool
+
+
+@dataclass
+class Stage:
+    """The standing tensors of one shape: a network, the schedule, and the terms of the update."""
+
+    shape: Shape
+    network: Network
+    capacity: int  # steps the schedule has room for
+    setting: Setting
+    graph: torch.cuda.CUDAGraph | None = None
+
+    def __post_init__(self) -> None:
+        n, batch, d, device = self.shape.n, self.shape.batch, self.setting.layout.d, self.setting.device
+        self.order = torch.zeros(self.capacity, n, batch, dtype=torch.int64, device=device)
+        self.scale = torch.zeros(self.capacity, n, batch, device=device)
+        self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
+        self.rate = torch.zeros(n, 1, device=device)
+        self.loss = torch.zeros(n, device=device)
+        self.own, self.prox = torch.ones((), device=device), torch.zeros((), device=device)
+        self.start = torch.zeros(d, device=device)
+        self.shift = torch.zeros(d, device=device) if self.shape.shift else None
+        self.mask = torch.ones(d, device=device) if self.shape.mask else None
+        self.memory = torch.zeros(n, d, device=device) if self.shape.memory else None
+        self.mean = torch.zeros(n, d, device=device) if self.shape.trace else None
+        self.stepper = Stepper(self.setting.local, self.network.w)
+        self.plain = self.stepper.m is None and not self.setting.local.clip and not self.setting.local.weight_decay
+
+    def reset(self) -> None:
+        self.cursor.zero_()
+        self.loss.zero_()
+        for state in (self.stepper.m, self.stepper.v, self.stepper.count):
+            if state is not None:
+                state.zero_()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One mini-batch of every client, at the cursor."""
+        order = self.order.index_select(0, self.cursor)[0]
+        scale = self.scale.index_select(0, self.cursor)[0]
+        flat = order.view(-1)
+        loss = self.network.gradient(self.setting.x.index_select(0, flat), self.setting.y.index_select(0, flat), scale)
+        self.loss += loss
+        if self.mean is not None:
+            self.mean += self.network.g
+        if self.plain and self.network.w.is_cuda:
+            from fedagg.engines.fused import fused_step
+
+            active = (scale[:, 0] > 0).to(scale.dtype)
+            fused_step(self.network.w, self.network.g, self.rate[:, 0] * active, self.own, self.prox, self.start,
+                       self.shift, self.memory, self.mask, self.shape.prox)  # fmt: skip
+        else:
+            self.update((scale[:, :1] > 0).to(scale.dtype))
+        self.cursor += 1
+
+    def update(self, active: Tensor) -> None:
+        w, g = self.network.w, self.network.g
+        d = self.stepper.gradient(g, w).mul_(self.own)
+        if self.shift is not None:
+            d += self.shift
+        if self.shape.prox:
+            d += self.prox * (w - self.start)
+        if self.memory is not None:
+            d -= self.memory
+        d = self.stepper.direction(d, active)
+        if self.mask is not None:
+            d = d * self.mask
+        w.addcmul_(d, self.rate * active, value=-1.0)
+
+    def capture(self) -> None:
+        """Record the step as a CUDA graph. The warm-up steps run on whatever lies there: everything is set anew afterwards."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self.cursor.zero_()
+                self.step()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.cursor.zero_()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.step()
+
+
+@dataclass
+class Batched:
+    """The engine. `network` makes the form for n clients; `chunk` is how many train together (0: all that fit)."""
+
+    setting: Setting
+    network: Callable[[Setting, int], Network]
+    chunk: int = 0
+    note: str = "clients in one batch"
+    capture: bool = False
+    stages: dict[Shape, Stage] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Padded samples must never enter batch statistics, so such networks train only clients of equal size together.
+        self.whole = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.setting.module.modules())
+
+    def groups(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
+        """Clients that train together, those with like numbers of steps side by side."""
+        size = self.chunk or len(jobs)
+        ordered = sorted(jobs, key=lambda job: (len(job.samples), job.epochs), reverse=True)
+        while ordered:
+            first = ordered[0]
+            if self.whole:
+                alike = [j for j in ordered if (len(j.samples), j.epochs) == (len(first.samples), first.epochs)]
+            else:
+                alike = ordered
+            group = alike[:size]
+            yield group
+            taken = {job.client for job in group}
+            ordered = [job for job in ordered if job.client not in taken]
+
+    def run(self, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> Iterator[Chunk]:
+        waiting = list(self.groups(jobs))
+        while waiting:
+            group = waiting.pop(0)
+            try:
+                chunk = self.train(model, work, group, memory)
+            except torch.cuda.OutOfMemoryError:
+                if len(group) == 1:
+                    raise MemoryError from None
+                self.stages.clear()
+                torch.cuda.empty_cache()
+                self.chunk = half = -(-len(group) // 2)
+                self.note += f"; memory ran out with {len(group)} clients at once, going on with {half}"
+                waiting = [group[:half], group[half:], *waiting]
+                continue
+            yield chunk
+
+    def stage(self, work: Work, n: int, batch: int, steps: int) -> Stage:
+        """The standing tensors for this shape, made (and captured) when first needed."""
+        shape = Shape(n, batch, work.mix is not None, work.prox != 0.0, work.memory, work.mask is not None, work.trace)
+        stage = self.stages.get(shape)
+        if stage is None or stage.capacity < steps:
+            stage = Stage(shape, self.network(self.setting, n), steps, self.setting)
+            if self.capture:
+                stage.capture()
+            self.stages = {shape: stage} if self.setting.device.type == "cpu" else {**self.stages, shape: stage}
+        return stage
+
+    def train(self, model: Model, work: Work, jobs: list[Job], memory: Memory | None) -> Chunk:
+        s, local, device, n = self.setting, self.setting.local, self.setting.device, len(jobs)
+        sizes = [len(job.samples) for job in jobs]
+        batch = min(local.batch_size, max(sizes))
+        per_epoch = -(-max(sizes) // batch)
+        tail = max(sizes) - (per_epoch - 1) * batch
+        epochs = max(job.epochs for job in jobs)
+        order, scale = schedule(jobs, batch, per_epoch, epochs)
+        stage = self.stage(work, n, batch, len(order))
+        network = stage.network
+        # With batch statistics the short last batch is a shape of its own; all clients of the group share it.
+        short = self.stage(work, n, tail, epochs) if self.whole and tail < batch else None
+
+        stage.reset()
+        stage.order[: len(order)].copy_(order)
+        stage.scale[: len(order)].copy_(scale)
+        stage.own.fill_(work.own)
+        stage.prox.fill_(work.prox)
+        stage.start.copy_(model.w)
+        network.w.copy_(model.w.expand(n, -1))
+        network.buffers.copy_(model.buffers.expand(n, -1))
+        own = None
+        if work.memory and memory is not None and stage.memory is not None:
+            own = memory.read([job.client for job in jobs]).to(device)
+            stage.memory.copy_(own)
+        if stage.mask is not None and work.mask is not None:
+            stage.mask.copy_(work.mask)
+        high = work.high[[job.position for job in jobs]].to(device) if isinstance(work.high, Tensor) else work.high
+
+        made = torch.tensor([job.epochs for job in jobs], device=device)
+        rates = torch.zeros(n, local.epochs, device=device)
+        first = torch.zeros(n, device=device)
+        gradients = torch.zeros(n, local.epochs, s.layout.d, device=device) if work.trace else None
+        path = torch.zeros(n, local.epochs + 1, s.layout.d, device=device) if work.trace else None
+        counts = torch.tensor([local.steps(size) for size in sizes], device=device)
+        with seeding.seeded_global(jobs[0].seed, device):
+            for epoch in range(epochs):
+                rates[:, epoch] = work.rates(epoch, network.w - model.w, high) * (epoch < made)
+                stage.rate.copy_(rates[:, epoch : epoch + 1])
+                if stage.shift is not None:
+                    stage.shift.copy_(work.shift(epoch))
+                for step in range(per_epoch):
+                    if short is not None and step == per_epoch - 1:
+                        self.hand_over(stage, short, order[epoch * per_epoch + step, :, :tail])
+                    elif stage.graph is not None:
+                        stage.graph.replay()
+                    else:
+                        stage.step()
+                    if epoch == 0 and step == 0:
+                        first = stage.loss.clone()
+                if gradients is not None and path is not None and stage.mean is not None:
+                    gradients[:, epoch] = stage.mean / counts[:, None]
+                    stage.mean.zero_()
+                    path[:, epoch + 1 :] = (network.w - model.w)[:, None]
+
+        means, held = self.represent(work.represent, network, jobs) if work.represent else (None, None)
+        return Chunk(
+            jobs=jobs,
+            delta=network.w - model.w,
+            buffers=network.buffers.clone(),
+            loss=stage.loss / (counts * made).clamp_min(1),
+            first=first,
+            rates=rates,
+            steps=counts * made,
+            memory=own,
+            gradients=gradients,
+            path=path,
+            classes=means,
+            counts=held,
+        )
+
+    def hand_over(self, stage: Stage, short: Stage, order: Tensor) -> None:
+        """Make one step in another batch size: the short stage borrows everything that lives on, and gives it back."""
+        short.cursor.zero_()
+        short.order[0].copy_(order)
+        short.scale[0].fill_(1.0 / order.shape[1])
+        pairs = [
+            (stage.network.w, short.network.w),
+            (stage.network.buffers, short.network.buffers),
+            (stage.loss, short.loss),
+            (stage.mean, short.mean),
+            (stage.stepper.m, short.stepper.m),
+            (stage.stepper.v, short.stepper.v),
+            (stage.stepper.count, short.stepper.count),
+        ]
+        fixed = [(stage.rate, short.rate), (stage.own, short.own), (stage.prox, short.prox), (stage.start, short.start),
+                 (stage.shift, short.shift), (stage.mask, short.mask), (stage.memory, short.memory)]  # fmt: skip
+        for here, there in (*pairs, *fixed):
+            if here is not None and there is not None:
+                there.copy_(here)
+        if short.graph is not None:
+            short.graph.replay()
+        else:
+            short.step()
+        for here, there in pairs:
+            if here is not None and there is not None:
+                here.copy_(there)
+        stage.cursor += 1
+
+    @torch.no_grad()
+    def represent(self, head: str, network: Network, jobs: list[Job]) -> tuple[Tensor, Tensor]:
+        """Per-class means of what the head is fed: one forward pass a client."""
+        s, means, counts = self.setting, [], []
+        space = Workspace(s.module, s.layout, s.device)
+        for row, job in enumerate(jobs):
+            space.load(Model(network.w[row], network.buffers[row]))
+            space.module.eval()
+            seen: list[Tensor] = []
+            hook = space.module.get_submodule(head).register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
+            samples = job.samples.to(s.device)
+            for part in samples.split(2048):
+                space.module(s.x[part])
+            hook.remove()
+            sums, count = class_means(torch.cat(seen), s.y[samples], s.classes)
+            means.append(sums / count.clamp_min(1)[:, None])
+            counts.append(count)
+        return torch.stack(means), torch.stack(counts)
+
+
+def schedule(jobs: Sequence[Job], batch: int, per_epoch: int, epochs: int) -> tuple[Tensor, Tensor]:
+    """Sample indices (steps, n, batch) and their weights in the mean loss of their batch: 0 for padding."""
+    n, width = len(jobs), per_epoch * batch
+    order = torch.zeros(n, epochs, width, dtype=torch.int64)
+    scale = torch.zeros(n, epochs, width)
+    for row, job in enumerate(jobs):
+        size = len(job.samples)
+        order[row, : job.epochs, :size] = job.order()
+        weights = torch.full((size,), 1.0 / batch)
+        if size % batch:
+            weights[size - size % batch :] = 1.0 / (size % batch)
+        scale[row, : job.epochs, :size] = weights
+    shape = (n, epochs * per_epoch, batch)
+    return order.view(shape).transpose(0, 1).contiguous(), scale.view(shape).transpose(0, 1).contiguous()

@@ -1,0 +1,59 @@
+"""Convolution of n clients' images with n clients' filters: stride 1, zero padding, channels-last memory.
+
+Which form is fastest depends on device and shape by factors, so there are several, and the engine measures.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+class Convolution(Protocol):
+    """x (n·B, C, H, W), w (n, O, C, k, k), b (n, O)."""
+
+    def forward(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor: ...
+
+    def input_gradient(self, x: Tensor, dy: Tensor, w: Tensor) -> Tensor: ...
+
+    def weight_gradient(self, x: Tensor, dy: Tensor, dw: Tensor) -> None: ...
+
+
+class Loop:
+    """One convolution a client: good where one client's share fills the machine, as on a CPU."""
+
+    def __init__(self, n: int, padding: int) -> None:
+        self.n, self.padding = n, padding
+
+    def forward(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        rows = x.chunk(self.n)
+        biases = b.unbind() if b is not None else [None] * self.n
+        return torch.cat(
+            [functional.conv2d(row, wi, bi, padding=self.padding) for row, wi, bi in zip(rows, w.unbind(), biases, strict=True)]
+        )
+
+    def backward(self, x: Tensor, dy: Tensor, w: Tensor, mask: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+        pads = [self.padding, self.padding]
+        result: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.convolution_backward(
+            dy, x, w, None, [1, 1], pads, [1, 1], False, [0, 0], 1, mask
+        )
+        return result
+
+    def input_gradient(self, x: Tensor, dy: Tensor, w: Tensor) -> Tensor:
+        pieces = zip(x.chunk(self.n), dy.chunk(self.n), w.unbind(), strict=True)
+        return torch.cat([self.backward(xi, dyi, wi, [True, False, False])[0] for xi, dyi, wi in pieces])
+
+    def weight_gradient(self, x: Tensor, dy: Tensor, dw: Tensor) -> None:
+        for xi, dyi, dwi in zip(x.chunk(self.n), dy.chunk(self.n), dw.unbind(), strict=True):
+            dwi.copy_(self.backward(xi, dyi, dwi, [False, True, False])[1])
+
+
+def make_convolution(form: str, n: int, padding: int) -> Convolution:
+    if form == "fused":
+        from fedagg.engines.fused import FusedConvolution
+
+        return FusedConvolution(n, padding)
+    return Loop(n, padding)

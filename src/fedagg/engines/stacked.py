@@ -1,0 +1,229 @@
+"""Many copies of one network as one: a chain of layers whose weights have a leading client axis.
+
+For networks that are plain chains (`nn.Sequential` of the layers below) forward and backward are written out, on stacks of clients:
+products become batched products, everything between them is done for all clients in one operation, and gradients land where the
+update reads them, with no autograd, no module calls and no copies. Activations are (n·B, C, H, W) in channels-last memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedagg.engines.base import Setting, cross_entropy
+from fedagg.engines.conv import Convolution, make_convolution
+
+aten = torch.ops.aten
+
+
+class Layer:
+    """One layer of the stack: `forward` keeps what `backward` needs; `backward` fills the gradients of its weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise AssertionError("every layer has a forward")
+
+    def backward(self, dy: Tensor, need: bool) -> Tensor:
+        """The gradient of the layer's input; where it is not needed (the first layers), anything."""
+        raise AssertionError("every layer has a backward")
+
+
+class Flatten(Layer):
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shape, self.format = x.shape, channels_last(x)
+        return x.reshape(self.n, x.shape[0] // self.n, -1)
+
+    def backward(self, dy: Tensor, need: bool) -> Tensor:
+        dx = dy.reshape(self.shape)
+        return dx.contiguous(memory_format=torch.channels_last) if self.format and need else dx
+
+
+class Linear(Layer):
+    def __init__(self, w: Tensor, b: Tensor | None, dw: Tensor, db: Tensor | None) -> None:
+        self.w, self.b, self.dw, self.db = w, b, dw, db
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.x = x
+        w = self.w.transpose(1, 2)
+        return torch.bmm(x, w) if self.b is None else torch.baddbmm(self.b[:, None], x, w)
+
+    def backward(self, dy: Tensor, need: bool) -> Tensor:
+        torch.bmm(dy.transpose(1, 2), self.x, out=self.dw)
+        if self.db is not None:
+            torch.sum(dy, 1, out=self.db)
+        return torch.bmm(dy, self.w) if need else dy
+
+
+class Conv(Layer):
+    def __init__(self, kernel: Convolution, w: Tensor, b: Tensor | None, dw: Tensor, db: Tensor | None) -> None:
+        self.kernel, self.w, self.b, self.dw, self.db = kernel, w, b, dw, db
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.x = x
+        return self.kernel.forward(x, self.w, self.b)
+
+    def backward(self, dy: Tensor, need: bool) -> Tensor:
+        self.kernel.weight_gradient(self.x, dy, self.dw)
+        if self.db is not None:
+            n, channels = self.db.shape
+            rows = dy.permute(0, 2, 3, 1).reshape(n, -1, channels)
+            torch.sum(rows, 1, out=self.db)
+        return self.kernel.input_gradient(self.x, dy, self.w) if need else dy
+
+
+class ReLU(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        self.y = x.relu_()
+        return self.y
+
+    def backward(self, dy: Tensor, need: bool) -> Tensor:
+        return aten.threshold_backward(dy, self.y, 0) if need else dy  # type: ignore[no-any-return]
+
+
+class MaxPool(Layer):
+    def __init__(self, module: nn.MaxPool2d) -> None:
+        self.options = [pair(v) for v in (module.kernel_size, module.stride, module.padding, module.dilation)]
+        self.ceil = module.ceil_mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.x = x
+        y, self.where = aten.max_pool2d_with_indices(x, *self.options, self.ceil)
+        return y  # type: ignore[no-any-return]
+
+    def backward(self, dy: Tensor, need: bool) -> Tensor:
+        if not need:
+            return dy
+        dx: Tensor = aten.max_pool2d_with_indices_backward(dy, self.x, *self.options, self.ceil, self.where)
+        return dx
+
+
+class MeanPool(Layer):
+    """Average over the whole image, `AdaptiveAvgPool2d(1)`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shape = x.shape
+        return x.mean((2, 3), keepdim=True)
+
+    def backward(self, dy: Tensor, need: bool) -> Tensor:
+        area = self.shape[2] * self.shape[3]
+        return (dy / area).expand(self.shape).contiguous(memory_format=torch.channels_last) if need else dy
+
+
+class Dropout(Layer):
+    """Every client and sample draws its own mask."""
+
+    def __init__(self, p: float) -> None:
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.p == 0.0:
+            return x
+        self.keep = torch.empty_like(x).bernoulli_(1 - self.p).div_(1 - self.p)
+        return x * self.keep
+
+    def backward(self, dy: Tensor, need: bool) -> Tensor:
+        return dy * self.keep if need and self.p else dy
+
+
+def pair(value: Any) -> list[int]:
+    return [value, value] if isinstance(value, int) else list(value)
+
+
+def channels_last(x: Tensor) -> bool:
+    return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+
+
+def supported(module: nn.Module) -> bool:
+    """Is the module a chain of layers that are written out here?"""
+    if type(module) is not nn.Sequential:
+        return False
+    for layer in module:
+        if isinstance(layer, nn.Conv2d):
+            plain = layer.groups == 1 and pair(layer.dilation) == [1, 1] and layer.padding_mode == "zeros"
+            if not plain or isinstance(layer.padding, str) or pair(layer.stride) != [1, 1]:
+                return False
+        elif isinstance(layer, nn.AdaptiveAvgPool2d):
+            if layer.output_size not in (1, (1, 1)):
+                return False
+        elif isinstance(layer, nn.Flatten):
+            if layer.start_dim != 1 or layer.end_dim != -1:
+                return False
+        elif not isinstance(layer, nn.Linear | nn.ReLU | nn.MaxPool2d | nn.Dropout | nn.Identity):
+            return False
+    return all(p.requires_grad for p in module.parameters())
+
+
+class StackedNetwork:
+    """n copies of a chain: weights `w` (n, d), gradients `g` (n, d). `gradient` makes the second from the first."""
+
+    def __init__(self, setting: Setting, n: int, conv: str = "loop") -> None:
+        self.setting, self.n = setting, n
+        layout, device = setting.layout, setting.device
+        self.w, self.g = torch.zeros(n, layout.d, device=device), torch.zeros(n, layout.d, device=device)
+        self.buffers = torch.zeros(n, 0, device=device)
+        weights, grads = dict(layout.weights(self.w)), dict(layout.weights(self.g))
+        assert isinstance(setting.module, nn.Sequential)
+        self.layers: list[Layer] = []
+        self.first = 0  # the first layer with weights: nothing below it needs a gradient
+        for name, module in setting.module.named_children():
+            layer = self.layer(module, name, weights, grads, conv)
+            if layer is not None:
+                self.layers.append(layer)
+        self.first = next(i for i, layer in enumerate(self.layers) if isinstance(layer, Linear | Conv))
+        self.commute()
+
+    def layer(self, module: nn.Module, name: str, w: dict[str, Tensor], g: dict[str, Tensor], conv: str) -> Layer | None:
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            parts = (w[f"{name}.weight"], w.get(f"{name}.bias"), g[f"{name}.weight"], g.get(f"{name}.bias"))
+            if isinstance(module, nn.Linear):
+                return Linear(*parts)
+            return Conv(make_convolution(conv, self.n, pair(module.padding)[0]), *parts)
+        if isinstance(module, nn.Flatten):
+            return Flatten(self.n)
+        if isinstance(module, nn.ReLU):
+            return ReLU()
+        if isinstance(module, nn.MaxPool2d):
+            return MaxPool(module)
+        if isinstance(module, nn.AdaptiveAvgPool2d):
+            return MeanPool()
+        if isinstance(module, nn.Dropout):
+            return Dropout(module.p)
+        return None
+
+    def commute(self) -> None:
+        """ReLU and max pooling may change places, to the same result: pooling first leaves a quarter to rectify."""
+        for i in range(len(self.layers) - 1):
+            if isinstance(self.layers[i], ReLU) and isinstance(self.layers[i + 1], MaxPool):
+                self.layers[i], self.layers[i + 1] = self.layers[i + 1], self.layers[i]
+
+    @torch.no_grad()
+    def gradient(self, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+        """x (n·B, ...), y (n·B,), scale (n, B): the weight of each sample. Returns the weighted loss, (n,)."""
+        if x.dim() == 4:
+            x = x.contiguous(memory_format=torch.channels_last)
+        for layer in self.layers:
+            x = layer.forward(x)
+        loss, dy = self.loss(x, y, scale)
+        for i in range(len(self.layers) - 1, self.first - 1, -1):
+            dy = self.layers[i].backward(dy, i > self.first)
+        return loss
+
+    def loss(self, output: Tensor, y: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss of every client, and its gradient in the outputs; by hand for cross-entropy."""
+        if self.setting.loss is cross_entropy and output.dim() == 3:
+            logp = output.log_softmax(-1)
+            target = y.view(*scale.shape, 1)
+            losses = -logp.gather(-1, target).squeeze(-1)
+            dy = logp.exp_()
+            dy.scatter_add_(-1, target, torch.full_like(target, -1, dtype=dy.dtype))
+            return (losses * scale).sum(1), dy.mul_(scale[..., None])
+        with torch.enable_grad():
+            leaf = output.detach().requires_grad_()
+            losses = self.setting.loss(leaf.flatten(0, 1), y).view_as(scale)
+            total = (losses * scale).sum(1)
+            (dy,) = torch.autograd.grad(total.sum(), leaf)
+        return total.detach(), dy

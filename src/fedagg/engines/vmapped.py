@@ -1,0 +1,42 @@
+"""Many copies of any network as one, through `torch.func.vmap`: for modules that are not plain chains."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad_and_value, vmap
+
+from fedagg.engines.base import Setting
+
+
+class VmappedNetwork:
+    """n copies of a module: weights `w` (n, d), gradients `g` (n, d), buffers (n, b). Every client draws its own dropout."""
+
+    def __init__(self, setting: Setting, n: int) -> None:
+        self.setting, self.n = setting, n
+        layout, device = setting.layout, setting.device
+        self.w, self.g = torch.zeros(n, layout.d, device=device), torch.zeros(n, layout.d, device=device)
+        self.buffers = torch.zeros(n, layout.b, device=device)
+        self.module = setting.module.to(device).train()
+        shapes = dict(layout.parameters)
+        self.weights = {name: view.view(n, *shapes[name]) for name, view in layout.weights(self.w)}
+        self.grads = {name: view.view(n, *shapes[name]) for name, view in layout.weights(self.g)}
+        self.step = vmap(grad_and_value(self.loss, has_aux=True), in_dims=(0, 0, 0, 0, 0), randomness="different")
+
+    def loss(
+        self, weights: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor, y: Tensor, scale: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """One client's weighted loss; the buffers come back as the module left them."""
+        output = functional_call(self.module, (weights, buffers), (x,))
+        return (self.setting.loss(output, y) * scale).sum(), buffers
+
+    def gradient(self, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+        n, batch = scale.shape
+        buffers = {name: value.clone() for name, value in self.setting.layout.statistics(self.buffers)}
+        x, y = x.view(n, batch, *x.shape[1:]), y.view(n, batch, *y.shape[1:])
+        grads, (loss, after) = self.step(self.weights, buffers, x, y, scale)
+        for name, value in grads.items():
+            self.grads[name].copy_(value)
+        if after:
+            torch.cat([value.reshape(n, -1).to(self.buffers.dtype) for value in after.values()], 1, out=self.buffers)
+        return loss.detach()  # type: ignore[no-any-return]

@@ -1,0 +1,16 @@
+"""A real federation: every method of the package on Flower, with data that never leaves the nodes."""
+
+from __future__ import annotations
+
+try:
+    import flwr  # noqa: F401
+except ImportError:
+    from fedagg.errors import FedaggError
+
+    raise FedaggError("fedagg.flower needs Flower; install it with: pip install 'fedagg[flower]'") from None
+
+from fedagg.flower.client import client_app
+from fedagg.flower.server import server_app
+from fedagg.flower.strategy import FedAggStrategy
+
+__all__ = ["FedAggStrategy", "client_app", "server_app"]

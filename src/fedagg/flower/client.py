@@ -1,0 +1,135 @@
+"""The node's side: a Flower ClientApp that does a round's work on the node's own data.
+
+The work is done by the simulator's reference engine, so a node trains exactly as a simulated client does. What a method lets its clients
+remember (FedDyn, SCAFFOLD) stays on the node, in the run's `context.state` and, where the node is given a `state-dir`, on its disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor, nn
+
+from fedagg import algorithms, files
+from fedagg.engines.base import Job, Local, Loss, Setting, cross_entropy
+from fedagg.engines.sequential import Sequential
+from fedagg.errors import SettingError
+from fedagg.evaluate import Evaluator
+from fedagg.federation import pick_device
+from fedagg.flat import Layout
+from fedagg.flower import messages
+from fedagg.flower.data import NodeData, node_data
+from fedagg.memory import ClientMemory
+
+
+def client_app(
+    model: Callable[[], nn.Module],
+    data: Callable[[Context], Any],
+    *,
+    loss: Loss = cross_entropy,
+    mods: Sequence[Any] = (),
+) -> ClientApp:
+    """A ClientApp from two functions of yours.
+
+    Args:
+        model: makes the network; the server makes the same one.
+        data: the node's own samples; `context.node_config["partition-id"]` says which node it is.
+        loss: per-sample loss of (output, target), (B,); cross-entropy by default.
+        mods: Flower mods, such as `LocalDpMod`.
+    """
+    app = ClientApp(mods=list(mods))
+
+    @app.query()
+    def hello(message: Message, context: Context) -> Message:
+        """Who am I: which partition, how many samples, what size of model. Nothing else about the data is told."""
+        node, layout = node_data(data(context)), Layout(model())
+        record = MetricRecord(
+            {"client": client_of(context), "num-examples": len(node.data), "weights": layout.d, "buffers": layout.b}
+        )
+        return Message(RecordDict({"metrics": record}), reply_to=message)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        module, node, client = model(), node_data(data(context)), client_of(context)
+        order = messages.read_order(message.content, Layout(module))
+        setting = setting_of(module, node, order.local, context, loss)
+        samples = torch.arange(len(node.data))
+        job = Job(client=client, samples=samples, epochs=order.local.epochs, seed=order.seed)
+        at = order.model.to(setting.device)
+        memory = ClientMemory(client + 1, setting.layout.d)
+        if order.work.memory:
+            memory.write(client, recall(context, order.accepted, setting.layout.d))
+        (chunk,) = Sequential(setting).run(at, messages.moved(order.work, setting.device), [job], memory)
+        if order.work.memory:
+            method = algorithms.build(order.method, order.options)
+            keep(context, memory.read([client])[0], method.remember(chunk, order.work)[0], order)
+        return Message(messages.write_answer(chunk, at, len(samples)), reply_to=message)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        module, node = model(), node_data(data(context))
+        record = MetricRecord({"num-examples": 0})
+        if node.tests:
+            at = messages.read_model(messages.one(message.content.array_records), Layout(module))
+            setting = setting_of(module, node, Local(epochs=1, batch_size=1), context, loss)
+            error, accuracy = Evaluator(setting, node.data.x_test, node.data.y_test)(at.to(setting.device))
+            record = MetricRecord({"num-examples": len(node.data.y_test), "loss": error, "accuracy": accuracy})
+        return Message(RecordDict({"metrics": record}), reply_to=message)
+
+    return app
+
+
+def client_of(context: Context) -> int:
+    number = context.node_config.get("partition-id")
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise SettingError(
+            "partition-id", number, "start the SuperNode with --node-config 'partition-id=0', a number of its own"
+        )
+    return number
+
+
+def setting_of(module: nn.Module, node: NodeData, local: Local, context: Context, loss: Loss) -> Setting:
+    device = pick_device(str(context.node_config.get("device", "auto")))
+    return Setting(module, node.data.x_train, node.data.y_train, node.data.classes, local, device, loss)
+
+
+def recall(context: Context, accepted: tuple[int, int], d: int) -> Tensor:
+    """What the node remembers. An answer that the server did not count, or never got, leaves no trace in it."""
+    found = from_context(context) or from_disk(context)
+    if found is not None and found["kept"].numel() == d:
+        for name, tag in zip(("kept", "staged"), found["tags"].tolist(), strict=True):
+            if tuple(tag) == accepted:
+                return found[name]
+    return torch.zeros(d)
+
+
+def keep(context: Context, kept: Tensor, staged: Tensor, order: messages.Order) -> None:
+    """Both what was remembered before and what this round adds: which of them counts is known when the server calls again."""
+    tags = torch.tensor([order.accepted, (order.round, order.step)])
+    rows = {"kept": kept.cpu(), "staged": staged.cpu(), "tags": tags}
+    context.state["memory"] = ArrayRecord({name: Array(row.numpy()) for name, row in rows.items()})
+    if (path := state_file(context)) is not None:
+        files.write(files.folder(path.parent, "state-dir") / path.name, save_tensors(rows))
+
+
+def from_context(context: Context) -> dict[str, Tensor] | None:
+    record = context.state.array_records.get("memory")
+    return None if record is None else {name: torch.from_numpy(row.numpy().copy()) for name, row in record.items()}
+
+
+def from_disk(context: Context) -> dict[str, Tensor] | None:
+    """A new run, such as that of a restarted server, begins with an empty `context.state`: the disk remembers."""
+    path = state_file(context)
+    return load_tensors(path.read_bytes()) if path is not None and path.exists() else None
+
+
+def state_file(context: Context) -> Path | None:
+    where = context.node_config.get("state-dir")
+    return None if where is None else Path(str(where)) / f"client-{client_of(context)}.safetensors"

@@ -1,0 +1,89 @@
+"""Who is there: which node holds which partition of the data, and how much of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from logging import INFO, WARNING
+
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.common.logger import log
+from flwr.serverapp import Grid
+
+from fedagg import seeding
+from fedagg.flat import Layout
+
+
+@dataclass
+class Members:
+    """The connected nodes by the number of their partition, so that a client is the same whatever id its node has today."""
+
+    layout: Layout
+    timeout: float
+    nodes: dict[int, int] = field(default_factory=dict)  # client -> node
+    sizes: dict[int, int] = field(default_factory=dict)  # client -> samples
+    refused: dict[int, str] = field(default_factory=dict)  # node -> why
+
+    def refresh(self, grid: Grid) -> None:
+        """Forget nodes that left, ask new ones who they are."""
+        present = set(grid.get_node_ids())
+        for client, node in list(self.nodes.items()):
+            if node not in present:
+                log(WARNING, "client %s (node %s) has left", client, node)
+                del self.nodes[client]
+        new = sorted(present - set(self.nodes.values()) - set(self.refused))
+        if not new:
+            return
+        questions = [
+            Message(RecordDict({"config": ConfigRecord()}), node, MessageType.QUERY, ttl=self.timeout, group_id="hello")
+            for node in new
+        ]
+        for reply in sorted(
+            grid.send_and_receive(questions, timeout=self.timeout), key=lambda r: r.metadata.src_node_id
+        ):
+            self.enter(reply)
+
+    def enter(self, reply: Message) -> None:
+        node = reply.metadata.src_node_id
+        why = None
+        if reply.has_error():
+            why = f"it failed: {reply.error.reason}"
+        else:
+            facts = dict(next(iter(reply.content.metric_records.values()), {}))
+            client, size = facts.get("client"), facts.get("num-examples")
+            if not isinstance(client, int) or not isinstance(size, int) or client < 0 or size < 1:
+                why = "it did not say which partition it holds and how many samples"
+            elif (facts.get("weights"), facts.get("buffers")) != (self.layout.d, self.layout.b):
+                why = f"its model has {facts.get('weights')} weights, the server's {self.layout.d}"
+            elif client in self.nodes:
+                why = f"partition-id {client} is taken by node {self.nodes[client]}; give every SuperNode its own"
+            else:
+                self.nodes[client], self.sizes[client] = node, size
+                log(INFO, "client %s joined: node %s, %s samples", client, node, size)
+        if why is not None:
+            self.refused[node] = why
+            log(WARNING, "node %s is left out: %s", node, " ".join(why.split()))
+
+    def wait(self, grid: Grid, wanted: int, seconds: float) -> None:
+        """Until all are there that should be, or the time is over."""
+        end = time.monotonic() + seconds
+        while True:
+            self.refresh(grid)
+            if len(self.nodes) + len(self.refused) >= wanted or time.monotonic() > end:
+                return
+            time.sleep(0.5)
+
+    def sample(self, seed: int, t: int, count: int) -> list[int]:
+        """The participants of round t, out of those that are there: with all of them there, the simulator's."""
+        there = sorted(self.nodes)
+        if not there:
+            return []
+        return [there[k] for k in seeding.participants(seed, t, len(there), min(count, len(there)))]
+
+    def client(self, node: int) -> int | None:
+        return next((client for client, other in self.nodes.items() if other == node), None)
+
+    def names(self, clients: Iterable[int]) -> dict[str, str]:
+        """Node ids by client for the record; as text, because JSON readers round 64-bit numbers."""
+        return {str(client): str(self.nodes[client]) for client in clients if client in self.nodes}

@@ -1,0 +1,243 @@
+"""A round's work as a Flower message to one node, and the node's answer, both ways.
+
+The model travels as the one ArrayRecord of a message and comes back under the same keys, which is the form that Flower's own mods
+for clipping and noise expect; everything else is the one ConfigRecord on the way out, a MetricRecord and, where a method asks for
+more than the update, a ConfigRecord on the way back.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from torch import Tensor
+
+from fedagg.engines.base import Chunk, Job, Local, Work
+from fedagg.flat import Layout, Model
+from fedagg.quantize import EXACT, Packed
+
+LOCAL = ("epochs", "batch_size", "momentum", "weight_decay", "clip")
+
+
+class BadAnswer(Exception):
+    """An answer that cannot be used, and why, in a few words for the record."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a node is asked to do."""
+
+    model: Model
+    work: Work
+    local: Local
+    round: int
+    step: int  # the pass within the round
+    seed: int
+    accepted: tuple[int, int]  # round and pass of the node's last answer that counted
+    method: str
+    options: dict[str, Any]
+
+
+def arrays(model: Model) -> ArrayRecord:
+    vectors = {"weights": model.w, "buffers": model.buffers}
+    return ArrayRecord(
+        {k: Array(v.detach().cpu().float().contiguous().numpy()) for k, v in vectors.items() if v.numel()}
+    )
+
+
+def read_model(record: ArrayRecord, layout: Layout) -> Model:
+    """Raises BadAnswer unless the record holds vectors of this model's sizes."""
+    return Model(vector(record, "weights", layout.d), vector(record, "buffers", layout.b))
+
+
+def vector(record: ArrayRecord, key: str, size: int) -> Tensor:
+    if size == 0:
+        return torch.zeros(0)
+    if key not in record:
+        raise BadAnswer(f"sent no {key}")
+    try:
+        # `numpy()` reads the .npy format with pickling switched off; what it cannot read raises.
+        value = record[key].numpy()
+    except Exception:
+        raise BadAnswer(f"sent {key} that cannot be read") from None
+    if value.shape != (size,) or value.dtype not in (np.float32, np.float64):
+        raise BadAnswer(f"sent {key} of the wrong shape")
+    with np.errstate(over="ignore"):
+        return torch.from_numpy(value.astype(np.float32))
+
+
+def for_one(work: Work, position: int) -> Work:
+    """The work as one participant sees it, with its own bound of the rate."""
+    return replace(work, high=float(work.high[position])) if isinstance(work.high, Tensor) else work
+
+
+def moved(work: Work, device: torch.device) -> Work:
+    """The work with its vectors on the device."""
+    field, mask = (None if v is None else v.to(device) for v in (work.field, work.mask))
+    return replace(work, field=field, mask=mask)
+
+
+def raw(value: Tensor) -> bytes:
+    return value.detach().cpu().float().contiguous().numpy().tobytes()
+
+
+def unraw(value: object, shape: tuple[int, ...]) -> Tensor:
+    if not isinstance(value, bytes) or len(value) != 4 * int(np.prod(shape)):
+        raise BadAnswer("sent vectors of the wrong shape")
+    return torch.from_numpy(np.frombuffer(value, np.float32).reshape(shape).copy())
+
+
+def write_order(order: Order, packed: Packed | None) -> tuple[ArrayRecord, ConfigRecord]:
+    """`packed` is the field as the downlink rounded it; without it the field goes as it is."""
+    work, config = order.work, ConfigRecord()
+    config["round"], config["pass"], config["seed"] = order.round, order.step, order.seed
+    config["accepted"] = list(order.accepted)
+    for name, value in asdict(order.local).items():
+        if name in LOCAL:
+            config[name.replace("_", "-")] = value
+    config["optimizer"] = order.local.optimizer
+    config["low"], config["high"], config["own"], config["prox"] = work.low, float(work.high), work.own, work.prox
+    config["memory"], config["trace"] = work.memory, work.trace
+    for name, part in (("rate", work.rate), ("slope", work.slope), ("mix", work.mix)):
+        if part is not None:
+            config[name] = [float(v) for v in part.flatten().tolist()]
+    config["field-rows"] = 0 if work.field is None else len(work.field)
+    config["field-bits"] = packed.bits if packed else EXACT
+    if packed is not None:
+        config["field"], config["field-scales"] = packed.codes, packed.scales
+    elif work.field is not None:
+        config["field"] = raw(work.field)
+    if work.mask is not None:
+        config["mask"] = np.packbits(work.mask.cpu().numpy() > 0).tobytes()
+    if work.represent is not None:
+        config["represent"] = work.represent
+    if work.memory:
+        config["method"], config["options"] = order.method, json.dumps(order.options)
+    return arrays(order.model), config
+
+
+def read_order(content: RecordDict, layout: Layout) -> Order:
+    model = read_model(one(content.array_records), layout)
+    config: Any = one(content.config_records)
+    epochs, rows, bits = int(config["epochs"]), int(config["field-rows"]), int(config["field-bits"])
+    field = None
+    if rows and bits < EXACT:
+        field = Packed((rows, layout.d), bits, config["field"], config["field-scales"]).tensor()
+    elif rows:
+        field = unraw(config["field"], (rows, layout.d))
+    mask = None
+    if "mask" in config:
+        mask = torch.from_numpy(np.unpackbits(np.frombuffer(config["mask"], np.uint8), count=layout.d)).float()
+    plan = {k: torch.tensor(config[k], dtype=torch.float64).view(epochs, rows) for k in ("slope", "mix") if k in config}
+    work = Work(
+        rate=torch.tensor(config["rate"], dtype=torch.float64),
+        low=float(config["low"]),
+        high=float(config["high"]),
+        own=float(config["own"]),
+        field=field,
+        prox=float(config["prox"]),
+        memory=bool(config["memory"]),
+        mask=mask,
+        trace=bool(config["trace"]),
+        represent=config.get("represent"),
+        **plan,
+    )
+    return Order(
+        model=model,
+        work=work,
+        local=Local(optimizer=str(config["optimizer"]), **{name: config[name.replace("_", "-")] for name in LOCAL}),
+        round=int(config["round"]),
+        step=int(config["pass"]),
+        seed=int(config["seed"]),
+        accepted=(int(config["accepted"][0]), int(config["accepted"][1])),
+        method=str(config.get("method", "")),
+        options=json.loads(config.get("options", "{}")),
+    )
+
+
+def write_answer(chunk: Chunk, model: Model, samples: int) -> RecordDict:
+    content = RecordDict(
+        {
+            "arrays": arrays(Model(model.w + chunk.delta[0], chunk.buffers[0])),
+            "metrics": MetricRecord(
+                {
+                    "loss": float(chunk.loss[0]),
+                    "first": float(chunk.first[0]),
+                    "steps": int(chunk.steps[0]),
+                    "num-examples": samples,
+                    "rates": [float(rate) for rate in chunk.rates[0]],
+                }
+            ),
+        }
+    )
+    extra = {"gradients": chunk.gradients, "path": chunk.path, "classes": chunk.classes, "counts": chunk.counts}
+    if any(part is not None for part in extra.values()):
+        content["config"] = ConfigRecord({k: raw(v) for k, v in extra.items() if v is not None})
+    return content
+
+
+def read_answer(content: RecordDict, job: Job, model: Model, work: Work, local: Local, layout: Layout) -> Chunk:
+    """One node's answer as a chunk of one client. What is finite and what is too long is judged later, with everybody's."""
+    record, metrics = one(content.array_records), one(content.metric_records)
+    mine = read_model(record, layout)
+    loss, first, steps = (number(metrics.get(name)) for name in ("loss", "first", "steps"))
+    rates = metrics.get("rates")
+    if not isinstance(rates, list) or len(rates) != local.epochs:
+        raise BadAnswer("sent an incomplete answer")
+    if not (1 <= steps < 2**53 and all(0 <= number(rate) < float("inf") for rate in rates)):
+        raise BadAnswer("sent steps or rates that cannot be")
+    extra: Any = content.config_records.get("config", {})
+    trace: dict[str, Tensor] = {}
+    if work.trace:
+        trace["gradients"] = unraw(extra.get("gradients"), (1, local.epochs, layout.d))
+        trace["path"] = unraw(extra.get("path"), (1, local.epochs + 1, layout.d))
+    if work.represent is not None:
+        counts, classes = extra.get("counts"), extra.get("classes")
+        if not isinstance(counts, bytes) or not isinstance(classes, bytes) or not counts or len(classes) % len(counts):
+            raise BadAnswer("sent vectors of the wrong shape")
+        trace["counts"] = unraw(counts, (1, len(counts) // 4))
+        trace["classes"] = unraw(classes, (1, len(counts) // 4, len(classes) // len(counts)))
+    return Chunk(
+        jobs=[job],
+        delta=(mine.w.to(model.w) - model.w)[None],
+        buffers=mine.buffers.to(model.w)[None],
+        loss=torch.tensor([loss]),
+        first=torch.tensor([first]),
+        rates=torch.tensor([rates], dtype=torch.float32),
+        steps=torch.tensor([int(steps)]),
+        **{name: part.to(model.w.device) for name, part in trace.items()},
+    )
+
+
+def number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise BadAnswer("sent an incomplete answer")
+    return float(value)
+
+
+def one(records: Any) -> Any:
+    if len(records) != 1:
+        raise BadAnswer("sent an incomplete answer")
+    return next(iter(records.values()))
+
+
+def payload(content: RecordDict) -> int:
+    """Bytes of the numbers in a message, as `fedagg.wire` counts them: without names, text and framing."""
+    total = sum(array.numpy().nbytes for record in content.array_records.values() for array in record.values())
+    for records in (content.config_records, content.metric_records):
+        for value in (value for record in records.values() for value in record.values()):
+            for item in value if isinstance(value, list) else [value]:
+                total += (
+                    len(item)
+                    if isinstance(item, bytes)
+                    else 0
+                    if isinstance(item, str)
+                    else 1
+                    if isinstance(item, bool)
+                    else 8
+                )
+    return total

@@ -1,0 +1,55 @@
+"""The ServerApp: a run's settings from Flower's run configuration, and all rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+from torch import nn
+
+from fedagg import config, seeding
+from fedagg.config import Config
+from fedagg.errors import SettingError
+from fedagg.flower.strategy import FedAggStrategy
+
+OWN: dict[str, type] = {"out": str, "timeout": float, "quorum": int, "wait": float}
+CUSTOM = {"dataset": "custom", "model": "custom", "partition": "custom", "participation": 1.0}
+
+
+def server_app(model: Callable[[], nn.Module]) -> ServerApp:
+    """A ServerApp that trains the network which `model` makes, under the settings in `[tool.flwr.app.config]`.
+
+    They are the command line's options (`algorithm`, `rounds`, `lr`, `downlink-bits`, ...) and four of its own: `clients`, how many
+    nodes the federation has; `out`, the run folder; `timeout`, seconds for an answer; `quorum`, answers that a round needs; and
+    `wait`, seconds to wait for all nodes before the first round.
+    """
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        settings, own = split(dict(context.run_config))
+        wait = float(own.pop("wait", 600.0))
+        with seeding.seeded_global(seeding.derive(settings.seed, "model"), torch.device("cpu")):
+            module = model()
+        FedAggStrategy(module, settings, **own).run(grid, wait=wait)
+
+    return app
+
+
+def split(given: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
+    """The run's configuration, and the settings that only a real federation has."""
+    own = {}
+    for name, kind in OWN.items():
+        if name in given:
+            value = given.pop(name)
+            if isinstance(value, bool) or not isinstance(value, (int, float) if kind is not str else str):
+                raise SettingError(name, value, f"give a {'path' if kind is str else 'number'}")
+            own[name] = kind(value)
+    if "clients" not in given:
+        raise SettingError("clients", None, "say in [tool.flwr.app.config] how many nodes the federation has")
+    if not own.get("out", "x"):
+        del own["out"]
+    return config.make({**CUSTOM, **{key.replace("-", "_"): value for key, value in given.items()}}), own

@@ -1,0 +1,336 @@
+"""The server's side: every method of the package as a Flower strategy, with the simulator's own code.
+
+A round is `algorithm.round(model, clients)`, as in the simulator; only the engine under `clients` is another one: it sends a message
+to each node and makes of the replies what an engine makes of its own training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from logging import INFO, WARNING
+from pathlib import Path
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.common.logger import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+from torch import nn
+
+import fedagg
+from fedagg import algorithms, checkpoint, record
+from fedagg.checkpoint import Checkpoint
+from fedagg.clients import Clients, NoClients
+from fedagg.config import Config
+from fedagg.engines.base import Chunk, Job, Local, Memory, Work
+from fedagg.errors import SettingError
+from fedagg.federation import describe, describe_clients, freeze, revive
+from fedagg.flat import Layout, Model
+from fedagg.flower import messages
+from fedagg.flower.conversation import Conversation
+from fedagg.flower.members import Members
+from fedagg.flower.messages import BadAnswer, Order
+from fedagg.quantize import Downlink
+
+NEVER = (-1, -1)
+Ask = Callable[[list[Message]], list[Message]]
+
+
+class TooFew(Exception):
+    """Fewer nodes than the quorum gave a usable answer: the round is skipped, and nothing is learnt from it."""
+
+
+@dataclass
+class Remote:
+    """An engine whose clients are elsewhere."""
+
+    strategy: FedAggStrategy
+    t: int
+    left_out: dict[int, str]
+    step: int = 0
+    note: str = "Flower nodes"
+
+    def run(self, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> Iterator[Chunk]:
+        strategy, chunks = self.strategy, dict[int, Chunk]()
+        replies = strategy.ask([strategy.order(model, work, job, self.t, self.step) for job in jobs])
+        self.step += 1
+        wanted = {job.client: job for job in jobs}
+        for client in wanted:
+            self.left_out[client] = "no answer in time"
+        for reply in replies:
+            client = strategy.members.client(reply.metadata.src_node_id)
+            if client is None or client not in wanted:
+                continue
+            if client in chunks:
+                strategy.remark(client, "answered twice; the first answer counts")
+                continue
+            try:
+                if reply.has_error():
+                    raise BadAnswer(f"failed: {' '.join(reply.error.reason.split())[-300:]}")
+                job = wanted[client]
+                chunks[client] = messages.read_answer(reply.content, job, model, work, strategy.local, strategy.layout)
+                del self.left_out[client]
+            except BadAnswer as bad:
+                self.left_out[client] = str(bad)
+        if len(chunks) < strategy.quorum:
+            raise TooFew
+        for job in jobs:
+            if job.client in chunks:
+                yield chunks[job.client]
+
+
+@dataclass
+class Turn:
+    """One round under way."""
+
+    t: int
+    clients: Clients
+    began: float
+    talk: Conversation[list[Message], list[Message], Model] | None = None
+    remarks: dict[int, str] = field(default_factory=dict)
+
+
+class FedAggStrategy(Strategy):
+    """FedAgg, or any other method of the package, as a Flower strategy.
+
+    Args:
+        module: the global network; training starts from its weights.
+        config: the settings of the run; `clients` is the size of the federation.
+        out: the run folder on the server. One that holds a run already is gone on with.
+        timeout: seconds that a node has for its answer.
+        quorum: usable answers that a round needs; with fewer it is skipped.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: Config,
+        *,
+        out: str | Path | None = None,
+        timeout: float = 3600.0,
+        quorum: int = 1,
+    ) -> None:
+        self.module, self.config, self.timeout, self.quorum = module, config, timeout, quorum
+        self.layout = Layout(module)
+        if self.layout.d == 0:
+            raise SettingError("model", type(module).__name__, "has no trainable parameters")
+        self.local = Local(
+            epochs=config.epochs,
+            batch_size=config.batch_size,
+            optimizer=config.client_optimizer,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            clip=config.clip,
+        )
+        self.members = Members(self.layout, timeout=min(timeout, 120.0))
+        self.downlink = Downlink(config.downlink_bits, config.seed)
+        self.algorithm = algorithms.build(config.method, config.model_dump())
+        known = {f.name for f in fields(self.algorithm) if f.init}
+        self.options = {k: v for k, v in config.model_dump().items() if k in known and v is not None}
+        self.now = self.layout.pack(module)
+        self.average = self.now.w
+        self.algorithm.start(self.now, module, self.layout)
+        self.accepted: dict[int, tuple[int, int]] = {}
+        self.done, self.seconds = 0, 0.0
+        self.turn: Turn | None = None
+        self.grid: Grid | None = None
+        self.extra = ConfigRecord()
+        self.ask: Ask = list
+        self.prepared = False
+        form = repr((self.layout.parameters, self.layout.buffers))
+        self.identity = {"model": hashlib.blake2b(form.encode(), digest_size=16).hexdigest()}
+        folder = Path(out) if out is not None else None
+        if folder is not None and (folder / "config.toml").exists():
+            self.book = record.Record.resume(folder, config, self.identity)
+        else:
+            environment = record.environment(torch.device("cpu"), Remote.note, fedagg.__version__)
+            self.book = record.Record(folder, config, environment)
+        if self.book.resumed is not None:
+            self.restore(self.book.resumed)
+
+    # What Flower asks of a strategy, in the order it asks.
+
+    def run(self, grid: Grid, wait: float = 600.0) -> Result:
+        """All rounds that are still to be done."""
+        with self.book:
+            self.members.wait(grid, self.config.clients, wait)
+            result = self.start(grid, self.arrays(), num_rounds=self.config.rounds - self.done, timeout=self.timeout)
+            self.finish(result.arrays if result.arrays else self.arrays())
+        return result
+
+    def summary(self) -> None:
+        c = self.config
+        log(INFO, "\t├──> %s, %s of %s rounds done", c.method, self.done, c.rounds)
+        log(INFO, "\t├──> %s of %s clients a round, at least %s must answer", c.per_round, c.clients, self.quorum)
+        log(INFO, "\t└──> %s weights, mean field at %s bits", self.layout.d, c.downlink_bits)
+
+    def arrays(self) -> ArrayRecord:
+        """The global model as it stands."""
+        return messages.arrays(self.now)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        began = time.perf_counter()
+        self.grid, self.extra = grid, config
+        self.members.refresh(grid)
+        self.now = messages.read_model(arrays, self.layout)  # a wrapper may have added its noise
+        clients = self.participants(self.done)
+        self.turn = Turn(self.done, clients, began)
+        if len(clients.ids) < self.quorum:
+            there = len(clients.ids)
+            log(WARNING, "round %s is skipped: %s nodes are there, %s are needed", self.done + 1, there, self.quorum)
+            return []
+        self.turn.talk = Conversation(self.play)
+        self.turn.talk.start()
+        return self.turn.talk.question or []
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        assert self.turn is not None
+        assert self.grid is not None
+        turn, talk, skipped = self.turn, self.turn.talk, False
+        if talk is not None and talk.question is not None:
+            try:
+                talk.answer(list(replies))
+                while talk.question is not None:  # a method that asks more than once a round
+                    talk.answer(list(self.grid.send_and_receive(talk.question, timeout=self.timeout)))
+            except TooFew:
+                skipped = True
+                causes = ", ".join(f"client {k}: {v}" for k, v in sorted(turn.clients.left_out.items()))
+                log(WARNING, "round %s is skipped: under %s usable answers (%s)", turn.t + 1, self.quorum, causes)
+            except NoClients:
+                skipped = True
+        if talk is None or skipped or talk.result is None:
+            return None, None
+        for client, why in sorted(turn.clients.left_out.items()):
+            log(WARNING, "round %s goes on without client %s: %s", turn.t + 1, client, why)
+        self.now = talk.result
+        out = turn.clients.outcome
+        if out is not None:
+            self.accepted |= dict.fromkeys(out.clients, (turn.t, turn.clients.passes - 1))
+        numbers = {"clients": len(out.clients), "train_loss": float(out.theta @ out.loss)} if out is not None else {}
+        return self.arrays(), MetricRecord(numbers)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        assert self.turn is not None
+        turn = self.turn
+        now = messages.read_model(arrays, self.layout)
+        self.average = self.average + min(1.0, 9.0 / (turn.t + 9.0)) * (now.w - self.average)
+        due = (turn.t + 1) % self.config.eval_every == 0 or turn.t + 1 == self.config.rounds
+        if not due:
+            return []
+        shown = Model(self.average, now.buffers) if self.config.average else self.algorithm.reported(now)
+        content = RecordDict({"arrays": messages.arrays(shown), "config": config})
+        return [self.message(content, client, MessageType.EVALUATE) for client in sorted(self.members.nodes)]
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """The nodes' own test results, weighted by their test samples; and the end of the round: record and checkpoint."""
+        assert self.turn is not None
+        turn, self.turn = self.turn, None
+        row = describe(turn.t, turn.clients, self.algorithm)
+        scores: dict[int, tuple[float, float, float]] = {}
+        for reply in replies:
+            client = self.members.client(reply.metadata.src_node_id)
+            facts = {} if reply.has_error() else dict(next(iter(reply.content.metric_records.values()), {}))
+            size, loss, accuracy = (facts.get(name) for name in ("num-examples", "loss", "accuracy"))
+            sound = all(isinstance(v, int | float) and 0 <= v < float("inf") for v in (size, loss, accuracy))
+            if client is not None and sound and client not in scores:
+                scores[client] = (float(size), float(loss), float(accuracy))  # type: ignore[arg-type]
+        total = sum(size for size, _, _ in scores.values())
+        if total:
+            row["loss"] = sum(size * loss for size, loss, _ in scores.values()) / total
+            row["accuracy"] = sum(size * accuracy for size, _, accuracy in scores.values()) / total
+            row["tested"] = len(scores)
+        row["seconds"] = round(time.perf_counter() - turn.began, 6)
+        about = describe_clients(turn.t, turn.clients) | {"nodes": self.members.names(turn.clients.ids)}
+        if turn.remarks:
+            about["remarks"] = {str(client): text for client, text in sorted(turn.remarks.items())}
+        self.book.round(row, about)
+        self.done, self.seconds = turn.t + 1, self.seconds + row["seconds"]
+        self.book.checkpoint(self.snapshot())
+        return MetricRecord({"loss": row["loss"], "accuracy": row["accuracy"]}) if total else None
+
+    def finish(self, arrays: ArrayRecord) -> None:
+        """The final model and figures, once all rounds are done."""
+        shown = self.algorithm.reported(messages.read_model(arrays, self.layout))
+        self.book.model(self.layout.unpack(shown, self.module))
+        scored = [row for row in self.book.history if "accuracy" in row]
+        last = {key: scored[-1][key] for key in ("accuracy", "loss")} if scored else {}
+        best = {"best_accuracy": max(row["accuracy"] for row in scored)} if scored else {}
+        facts = {"algorithm": self.config.algorithm, "seed": self.config.seed, "rounds": self.done}
+        self.book.result(facts | last | best | {"seconds": round(self.seconds, 3)})
+
+    # The parts of a round.
+
+    def participants(self, t: int) -> Clients:
+        left_out: dict[int, str] = {}
+        return Clients(
+            engine=Remote(self, t, left_out),
+            t=t,
+            ids=self.members.sample(self.config.seed, t, self.config.per_round),
+            samples=lambda client: torch.arange(self.members.sizes[client]),
+            total=self.config.clients,
+            local=self.local,
+            lr=self.config.lr,
+            seed=self.config.seed,
+            model=self.now,
+            robust=self.config.robust,
+            trim=self.config.trim,
+            downlink=self.downlink,
+            left_out=left_out,
+        )
+
+    def play(self, ask: Ask) -> Model:
+        """The round as the algorithm tells it."""
+        assert self.turn is not None
+        self.ask = ask
+        if not self.prepared:
+            self.algorithm.prepare(self.now, self.participants, self.config.rounds)
+            self.prepared = True
+        return self.algorithm.round(self.now, self.turn.clients)
+
+    def order(self, model: Model, work: Work, job: Job, t: int, step: int) -> Message:
+        """The message to one node; its own bound of the rate and its own last answer are in it."""
+        order = Order(
+            model=model,
+            work=messages.for_one(work, job.position),
+            local=self.local,
+            round=t,
+            step=step,
+            seed=job.seed,
+            accepted=self.accepted.get(job.client, NEVER),
+            method=self.config.method,
+            options=self.options,
+        )
+        arrays, config = messages.write_order(order, self.downlink.packed)
+        config.update(self.extra)
+        return self.message(RecordDict({"arrays": arrays, "config": config}), job.client, MessageType.TRAIN)
+
+    def message(self, content: RecordDict, client: int, kind: str) -> Message:
+        return Message(content, self.members.nodes[client], kind, ttl=self.timeout, group_id=str(self.done + 1))
+
+    def remark(self, client: int, text: str) -> None:
+        assert self.turn is not None
+        self.turn.remarks[client] = text
+        log(WARNING, "round %s: client %s %s", self.turn.t + 1, client, text)
+
+    def snapshot(self) -> Checkpoint:
+        saved = freeze(self.done, self.now, self.average, self.algorithm, self.downlink)
+        rows = [(client, *tag) for client, tag in sorted(self.accepted.items())]
+        saved.tensors["accepted"] = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
+        saved.facts |= {"seconds": self.seconds, "identity": self.identity}
+        return saved
+
+    def restore(self, saved: Checkpoint) -> None:
+        checkpoint.same_form(freeze(0, self.now, self.average, self.algorithm, self.downlink).tensors, saved.tensors)
+        self.done, self.seconds = saved.round, float(saved.facts["seconds"])
+        self.now, self.average = revive(saved, self.algorithm, self.downlink, torch.device("cpu"))
+        self.accepted = {client: (t, step) for client, t, step in saved.tensors["accepted"].tolist()}
+        log(INFO, "going on after round %s", self.done)

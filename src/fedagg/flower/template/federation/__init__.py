@@ -1,0 +1,1 @@
+"""A federation trained with fedagg on Flower."""

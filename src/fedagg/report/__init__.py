@@ -1,0 +1,5 @@
+"""Reports: runs, comparisons and grids as one web page that needs nothing but a browser."""
+
+from fedagg.report.page import write
+
+__all__ = ["write"]

@@ -1,0 +1,120 @@
+"""The page: one HTML file with style, script, plotly and data inside. It asks the network for nothing."""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import fedagg
+from fedagg import files
+from fedagg.report import charts, tables
+from fedagg.report.content import Content, gather
+
+HERE = Path(__file__).parent
+# Says it to the browser too: nothing may be fetched, whatever the data holds.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
+
+
+def write(paths: list[Path], out: Path) -> Path:
+    """Make the report of run folders, or of a results folder."""
+    files.folder(out.parent if str(out.parent) else Path())
+    files.write(out, build(gather(paths)))
+    return out
+
+
+def build(content: Content) -> str:
+    from plotly.offline import get_plotlyjs
+
+    drawn = charts.build(content)
+    title = f"fedagg: {content.title}"
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="color-scheme" content="light dark">
+<link rel="icon" href="data:,">
+<title>{escape(title)}</title>
+<style>
+{HERE.joinpath("page.css").read_text(encoding="utf-8")}
+</style>
+</head>
+<body>
+<a class="skip" href="#main">To the content</a>
+<header>
+<h1>{escape(title)}</h1>
+<p>{len(content.trials)} {"run" if len(content.trials) == 1 else "runs"}, {len(content.groups)}
+{"setting" if len(content.groups) == 1 else "settings"}; made by fedagg {escape(fedagg.__version__)}.</p>
+<nav aria-label="Sections">{links(content, drawn)}</nav>
+</header>
+<main id="main">
+{sections(content, drawn)}
+</main>
+<script type="application/json" id="data">{as_json(drawn)}</script>
+<script>{get_plotlyjs()}</script>
+<script>
+{HERE.joinpath("page.js").read_text(encoding="utf-8")}
+</script>
+</body>
+</html>
+"""
+
+
+def links(content: Content, drawn: dict[str, Any]) -> str:
+    return " ".join(f'<a href="#{key}">{escape(head)}</a>' for key, head, _ in parts(content, drawn))
+
+
+def sections(content: Content, drawn: dict[str, Any]) -> str:
+    return "\n".join(
+        f'<section id="{key}" aria-labelledby="{key}-head"><h2 id="{key}-head">{escape(head)}</h2>\n{body}\n</section>'
+        for key, head, body in parts(content, drawn)
+    )
+
+
+def parts(content: Content, drawn: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """The sections that there is something to show for: key, heading, content."""
+    found = [("results", "Results", tables.results(content))]
+    if content.store is not None:
+        found += [
+            (name, f"Beside the paper: {title}", body) for name, title, body in tables.beside_paper(content.store)
+        ]
+    groups = chooser("group", "setting", [group["name"] for group in drawn["groups"]])
+    against = chooser("progress", "against", list(drawn["progress"].values()), list(drawn["progress"]))
+    curves = "".join(figure(f"chart-{name}") for name in ("accuracy", "loss", "train_loss", "rate", "drift"))
+    found.append(("curves", "Curves", f'<p class="choose">{groups} {against}</p><div class="charts">{curves}</div>'))
+    if drawn["rates"]:
+        names = chooser("rate-run", "run", [one["name"] for one in drawn["rates"]])
+        epoch = '<label>epoch <select id="rate-epoch"></select></label>'
+        maps = figure("chart-rate-map") + figure("chart-rate-bands") + figure("chart-moved-map")
+        body = f'<p class="choose">{names} {epoch}</p><div class="charts">{maps}</div>'
+        found.append(("rates", "Learning rates and drift by client", body))
+    if drawn["partitions"]:
+        names = chooser("partition", "split", [one["name"] for one in drawn["partitions"]])
+        body = f'<p class="choose">{names}</p><div class="charts">{figure("chart-partition")}</div>'
+        found.append(("partitions", "Who holds which labels", body))
+    found.append(("configuration", "Configuration", tables.configuration(content)))
+    found.append(("environment", "Environment", tables.environment(content)))
+    return found
+
+
+def figure(key: str) -> str:
+    """A chart and its text alternative, which the script fills in and screen readers read in its place."""
+    return (
+        f'<figure aria-labelledby="{key}-text"><div class="chart" id="{key}"></div>'
+        f'<figcaption id="{key}-text"></figcaption></figure>'
+    )
+
+
+def chooser(key: str, label: str, names: list[str], values: list[str] | None = None) -> str:
+    given = values or [str(index) for index in range(len(names))]
+    options = "".join(f'<option value="{escape(v)}">{escape(n)}</option>' for v, n in zip(given, names, strict=True))
+    return f'<label>{label} <select id="{key}">{options}</select></label>'
+
+
+def as_json(drawn: dict[str, Any]) -> str:
+    """JSON that cannot end the script element it stands in."""
+    text = json.dumps(drawn, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

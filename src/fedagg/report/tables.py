@@ -1,0 +1,139 @@
+"""The tables of a report as HTML. A column is sorted by pressing its head; `data-value` is what it is sorted by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import Any
+
+from fedagg.report.content import Content, Series
+from fedagg.reproduce import formats, grid, table
+from fedagg.reproduce.results import Store
+
+Cell = tuple[str, float | str | None, bool]  # text, what to sort by, whether it is bold
+
+
+def results(content: Content) -> str:
+    """One row a method in a setting: mean ± standard deviation over seeds, and what it cost."""
+    heads = ["setting", "method", "seeds", "accuracy (%)", "best (%)", "loss", "samples", "MB sent", "seconds"]
+    rows = []
+    for group in content.groups:
+        ends = {name: one.mean(t.accuracy for t in one.trials)[0] for name, one in group.series.items()}
+        top = max((value for value in ends.values() if value is not None), default=None)
+        for name, one in group.series.items():
+            rows.append(
+                [
+                    plain(group.name),
+                    plain(name),
+                    (str(len(one.trials)), len(one.trials), False),
+                    spread(one, [100 * t.accuracy for t in one.trials], bold=ends[name] == top),
+                    spread(one, [100 * t.best for t in one.trials]),
+                    spread(one, [t.loss for t in one.trials], digits=4),
+                    amount(one, "work", "{:,.0f}"),
+                    amount(one, "bytes", "{:,.1f}", 1e-6),
+                    amount(one, "seconds", "{:,.1f}"),
+                ]
+            )
+    caption = "After the last round: mean ± standard deviation over seeds; bold is the best of a setting."
+    return html(caption, heads, rows, words=2)
+
+
+def spread(one: Series, values: Sequence[float], digits: int = 2, bold: bool = False) -> Cell:
+    mean, std = one.mean(values)
+    if mean is None:
+        return ("", None, False)
+    text = f"{mean:.{digits}f}" + (f" ± {std:.{digits}f}" if std is not None else "")
+    return (text, mean, bold)
+
+
+def amount(one: Series, by: str, form: str, scale: float = 1.0) -> Cell:
+    mean, _ = one.mean([trial.total(by) for trial in one.trials])
+    return ("", None, False) if mean is None else (form.format(scale * mean), mean, False)
+
+
+def plain(text: object) -> Cell:
+    return (str(text), str(text), False)
+
+
+def beside_paper(store: Store) -> Iterator[tuple[str, str, str]]:
+    """The paper's tables that anything was measured for: name, title, HTML."""
+    for name in grid.names():
+        spec = grid.load(name)
+        if spec.kind != "table":
+            continue
+        built = table.build(spec, store, grid.every_method())
+        lines = [line for line in built.lines if line.best is not None]
+        if not lines:
+            continue
+        heads = ["setting", "split", "clients", *(formats.name(m) for m in built.methods), "paper's order"]
+        rows = []
+        for line in lines:
+            about = [
+                plain(line.row.label),
+                plain(line.row.distribution),
+                (formats.clients(line), line.participation, False),
+            ]
+            held, ranked = line.order
+            order: Cell = (formats.order(line), held / ranked if ranked else None, False)
+            rows.append([*about, *(measured(line, method) for method in built.methods), order])
+        left = len(built.lines) - len(lines)
+        notes = [*built.notes(), *([f"{left} settings of the paper were not run here at all."] if left else [])]
+        yield name, spec.title, html(" ".join(notes), heads, rows, words=2)
+
+
+def measured(line: table.Line, method: str) -> Cell:
+    entry = line.entries[method]
+    text = " ".join(filter(None, (formats.ours(entry), f"\n{formats.theirs(entry)}" if formats.theirs(entry) else "")))
+    return (text, entry.mean if entry.ours else None, method == line.best)
+
+
+def configuration(content: Content) -> str:
+    """What all runs share, and what tells them apart."""
+    every = [trial.config.model_dump(mode="json") for trial in content.trials]
+    shared = {k: v for k, v in every[0].items() if v is not None and all(one[k] == v for one in every)}
+    differ = [k for k in every[0] if any(one[k] != every[0][k] for one in every)]
+    text = html("All runs share these.", ["setting", "value"], [[plain(k), plain(v)] for k, v in shared.items()])
+    text = f"<details><summary>{len(shared)} settings that all runs share</summary>{text}</details>"
+    if differ:
+        heads = ["algorithm", *(k for k in differ if k != "algorithm")]
+        distinct = list(dict.fromkeys(tuple(str(one[k]) for k in heads) for one in every))
+        rows = [[plain(value) for value in row] for row in distinct]
+        text = html("Settings that differ.", heads, rows, words=len(heads)) + text
+    return text
+
+
+def environment(content: Content) -> str:
+    """On what it ran; values that differ between runs are listed together."""
+    values: dict[str, list[Any]] = {}
+    for trial in content.trials:
+        for k, v in trial.environment.items():
+            seen = values.setdefault(k, [])
+            if v is not None and v not in seen:
+                seen.append(v)
+    rows = [[plain(k), plain(", ".join(map(str, seen)))] for k, seen in values.items() if seen]
+    return html("Versions, machine and commit of the runs.", ["what", "value"], rows)
+
+
+def html(caption: str, heads: Sequence[str], rows: Sequence[Sequence[Cell]], words: int = 2) -> str:
+    """A table that sorts; the first `words` columns are text, the others numbers."""
+    top = "".join(
+        f'<th scope="col"{"" if i < words else " class=number"}><button type="button">{escape(head)}</button></th>'
+        for i, head in enumerate(heads)
+    )
+    body = "\n".join(f"<tr>{''.join(cell(one, i >= words) for i, one in enumerate(row))}</tr>" for row in rows)
+    return (
+        f'<div class="table" tabindex="0" role="region" aria-label="{escape(caption, quote=True)}">'
+        f"<table><caption>{escape(caption)}</caption><thead><tr>{top}</tr></thead><tbody>\n{body}\n</tbody></table></div>"
+    )
+
+
+def cell(one: Cell, number: bool) -> str:
+    text, value, bold = one
+    shown = "<br>".join(escape(part.strip()) for part in text.split("\n"))
+    if bold:
+        head, *rest = shown.split("<br>")
+        shown = "<br>".join([f"<strong>{head}</strong>", *rest])
+    finite = value is not None and (isinstance(value, str) or math.isfinite(value))
+    key = f' data-value="{escape(str(value), quote=True)}"' if finite else ""
+    return f"<td{' class=number' if number else ''}{key}>{shown}</td>"

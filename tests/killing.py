@@ -1,0 +1,69 @@
+"""Runs that are killed with SIGKILL at random moments and resumed until they end: `python killing.py FOLDER ENGINE KILLS SEED`.
+
+One process imports everything once and forks a child per attempt, so that a kill costs the run's time alone. Prints a line of JSON
+per method: how often it was killed, in how many pieces it was made, and whether it ended like the run that was never killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+
+ROUNDS = 10
+
+
+def child(settings: dict[str, Any]) -> int:
+    """A run in a process of its own."""
+    number = os.fork()
+    if number == 0:
+        status = 1
+        try:
+            tiny.job(**settings)
+            status = 0
+        finally:
+            os._exit(status)
+    return number
+
+
+def killed(number: int, run: Path, chance: random.Random) -> bool:
+    """Kill the child some random while after it has recorded a random number of rounds; False where it had ended by then."""
+    record, rows = run / "metrics.jsonl", chance.randrange(ROUNDS)
+    while os.waitpid(number, os.WNOHANG) == (0, 0):
+        if rows == 0 or (record.exists() and record.read_bytes().count(b"\n") >= rows):
+            time.sleep(chance.uniform(0.0, 0.03))
+            os.kill(number, signal.SIGKILL)
+            return os.WIFSIGNALED(os.waitpid(number, 0)[1])
+        time.sleep(0.001)
+    return False
+
+
+def main(folder: Path, engine: str, kills: int, seed: int) -> None:
+    torch.set_num_threads(1)
+    chance = random.Random(seed)
+    for name, own in tiny.STATEFUL.items():
+        settings = {**own, "rounds": ROUNDS, "engine": engine, "checkpoint_every": chance.choice([1, 2])}
+        whole = folder / name / "whole"
+        assert os.waitpid(child({**settings, "out": whole}), 0)[1] == 0
+        happened, runs, same = 0, 0, True
+        while happened < kills:
+            run, runs = folder / name / f"run{runs}", runs + 1
+            for _ in range(kills):
+                where = {"resume": run} if (run / "config.toml").exists() else {"out": run}
+                happened += killed(child({**settings, **where}), run, chance)
+            where = {"resume": run} if (run / "config.toml").exists() else {"out": run}
+            assert os.waitpid(child({**settings, **where}), 0)[1] == 0
+            same = same and tiny.same_run(run, whole) and not list(run.rglob(".*.part"))
+        sys.stdout.write(json.dumps({"name": name, "kills": happened, "runs": runs, "same": same}) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

@@ -1,0 +1,362 @@
+"""Checkpoints: what is kept, what counts as whole, and what a run does when it is stopped at the worst moment."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import random
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import save as save_tensors
+
+from fedagg import checkpoint, files, interrupt
+from fedagg.checkpoint import Checkpoint
+from fedagg.engines.sequential import Sequential
+from fedagg.errors import FedaggError, FedaggWarning, SettingError
+from fedagg.memory import ClientMemory
+
+
+def made(done: int) -> Checkpoint:
+    tensors = {"w": torch.full((5,), float(done)), "state/known": torch.tensor(done / 3, dtype=torch.float64)}
+    return Checkpoint(done, tensors, {"seconds": 1.5, "metrics.jsonl": 10 * done})
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# --- the files -------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_two_are_kept_and_come_back_as_they_were(tmp_path: Path) -> None:
+    for done in (1, 2, 3, 4):
+        checkpoint.save(tmp_path, made(done))
+    assert names(tmp_path) == [f"round-00000{n}.{kind}" for n in (3, 4) for kind in ("json", "safetensors")]
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    assert found.round == 4
+    assert found.facts["seconds"] == 1.5
+    assert torch.equal(found.tensors["w"], torch.full((5,), 4.0))
+    assert float(found.tensors["state/known"]) == 4 / 3  # double precision is kept
+
+
+def test_more_than_a_million_rounds_are_in_order(tmp_path: Path) -> None:
+    for done in (999_998, 999_999, 1_000_000, 1_000_001):
+        checkpoint.save(tmp_path, made(done))
+    assert [path.stem for path in checkpoint.saved(tmp_path)] == ["round-1000000", "round-1000001"]
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    assert found.round == 1_000_001
+
+
+def test_tensors_that_share_memory_are_saved(tmp_path: Path) -> None:
+    w = torch.arange(4.0)
+    checkpoint.save(tmp_path, Checkpoint(1, {"w": w, "good_w": w, "half": w[:2]}, {}))
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    assert found.tensors["half"].tolist() == [0.0, 1.0]
+
+
+def test_what_a_killed_process_left_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, made(1))
+    (tmp_path / "round-000002.safetensors").write_bytes(b"its JSON was never written")
+    checkpoint.save(tmp_path, made(3))
+    assert "round-000002.safetensors" not in names(tmp_path)
+
+
+def damage(path: Path, how: str) -> None:
+    content = path.read_bytes()
+    middle = len(content) // 2
+    altered = {
+        "cut": content[:middle],
+        "empty": b"",
+        "flipped": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
+        "longer": content + b"\n{}",
+        "noise": random.Random(0).randbytes(len(content)),
+    }
+    path.unlink() if how == "gone" else path.write_bytes(altered[how])
+
+
+@pytest.mark.parametrize("how", ["cut", "empty", "flipped", "longer", "noise", "gone"])
+@pytest.mark.parametrize("suffix", [".json", ".safetensors"])
+def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_used(tmp_path: Path, suffix: str, how: str) -> None:
+    for done in (1, 2):
+        checkpoint.save(tmp_path, made(done))
+    damage(tmp_path / f"round-000002{suffix}", how)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = checkpoint.latest(tmp_path)
+    assert found is not None
+    assert found.round == 1
+    said = [str(w.message) for w in caught]
+    assert said == [] if (suffix, how) == (".json", "gone") else "round-000002.json is damaged" in said[0]
+    assert all("\n" not in text for text in said)
+    assert names(tmp_path) == ["round-000001.json", "round-000001.safetensors"]  # so that the run can write its own again
+
+
+def test_every_single_altered_byte_is_noticed(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, made(1))
+    (path,) = checkpoint.saved(tmp_path)
+    for file in (path, path.with_suffix(".safetensors")):
+        whole = file.read_bytes()
+        for at in range(len(whole)):
+            file.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
+            with pytest.raises(Exception, match=r"."):
+                checkpoint.load(path)
+        file.write_bytes(whole)
+    assert checkpoint.load(path).round == 1
+
+
+# --- a run that goes back to them --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    tiny.job(out=folder, algorithm="scaffold", checkpoint_every=2)
+    return folder
+
+
+def begun(folder: Path, rounds: int = 5) -> Path:
+    tiny.job(out=folder, algorithm="scaffold", checkpoint_every=2, rounds=rounds)
+    return folder
+
+
+def test_a_run_with_a_damaged_checkpoint_goes_back_and_ends_the_same(tmp_path: Path, whole: Path) -> None:
+    run = begun(tmp_path / "run")
+    damage(run / "checkpoints" / "round-000005.safetensors", "flipped")
+    with pytest.warns(FedaggWarning, match="round-000005.json is damaged"):
+        tiny.job(resume=run, algorithm="scaffold", checkpoint_every=2)
+    assert tiny.same_run(run, whole)
+
+
+def test_a_run_without_a_whole_checkpoint_starts_again_and_ends_the_same(tmp_path: Path, whole: Path) -> None:
+    run = begun(tmp_path / "run")
+    for path in checkpoint.saved(run / "checkpoints"):
+        damage(path, "cut")
+    with pytest.warns(FedaggWarning) as caught:
+        tiny.job(resume=run, algorithm="scaffold", checkpoint_every=2)
+    assert "starts from its first round" in str(caught[-1].message)
+    assert tiny.same_run(run, whole)
+
+
+def reseal(path: Path, tensors: dict[str, Any] | None = None, **facts: Any) -> None:
+    """Alter a checkpoint and make its checksums right again: damage that only its meaning gives away."""
+    found = checkpoint.load(path)
+    packed = save_tensors({name: t for name, t in {**found.tensors, **(tensors or {})}.items() if t is not None})
+    path.with_suffix(".safetensors").write_bytes(packed)
+    known = {**found.facts, "sha256": checkpoint.hashlib.sha256(packed).hexdigest(), **facts}
+    path.write_text(json.dumps({**known, "self": checkpoint.seal(known)}))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "facts", "words"),
+    [
+        ({"w": torch.zeros(3)}, {}, "w is"),
+        ({"w": None}, {}, "w is missing"),
+        ({"state/c": torch.zeros(3)}, {}, "state/c"),
+        ({"buffers": torch.zeros(17, dtype=torch.float64)}, {}, "buffers"),
+        ({"memory/ids": torch.tensor([77])}, {}, "remember"),
+        ({"memory/rows": torch.zeros(1, 1)}, {}, "remember"),
+        ({}, {"metrics.jsonl": 10**9}, "shorter than its checkpoint says"),
+        ({}, {"metrics.jsonl": 7}, "damaged"),
+        ({}, {"identity": {"data": "another"}}, "data is not what the run began with"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_one_clear_line(
+    tmp_path: Path, tensors: dict[str, Any], facts: dict[str, Any], words: str
+) -> None:
+    run = begun(tmp_path / "run", rounds=2)
+    reseal(checkpoint.saved(run / "checkpoints")[-1], tensors, **facts)
+    before = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(FedaggError, match=words) as caught:
+        tiny.job(resume=run, algorithm="scaffold", checkpoint_every=2)
+    assert "\n" not in str(caught.value)
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("line", ["", "[]", '{"round": 7}', "no JSON", "[" * 100_000, "\xff"])
+def test_a_damaged_record_is_one_clear_line(tmp_path: Path, line: str) -> None:
+    run = begun(tmp_path / "run", rounds=2)
+    size = (run / "metrics.jsonl").stat().st_size
+    (run / "metrics.jsonl").write_bytes((line.encode("latin-1") + b"\n") * size)
+    with pytest.raises(FedaggError, match=r"metrics.jsonl: damaged"):
+        tiny.job(resume=run, algorithm="scaffold", checkpoint_every=2)
+
+
+# --- stopped at the worst moment ---------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """Not an Exception, so nothing tidies up on its way: the nearest thing to SIGKILL within a process."""
+
+
+@contextmanager
+def killed_at(number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The process ends at its n-th operation on files."""
+    count = [0]
+
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if "r" in args[1:2] or (args and "/run" not in str(args[0]) and not isinstance(args[0], int)):
+                return real(*args, **kwargs)
+            count[0] += 1
+            if count[0] == number:
+                raise Killed
+            return real(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins, "open", counted(open))
+        for name in ("replace", "fsync", "truncate"):
+            patch.setattr(os, name, counted(getattr(os, name)))
+        patch.setattr(Path, "unlink", counted(Path.unlink))
+        yield count
+
+
+def test_killed_at_every_single_operation_on_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin, kill at operation n, resume, kill that at its n-th operation as well, resume: the end is always the same."""
+    settings = {"algorithm": "feddyn", "checkpoint_every": 1, "rounds": 4, "epochs": 1}
+    tiny.job(out=tmp_path / "whole", **settings)
+    number, kills = 0, 0
+    while True:
+        number += 1
+        run = tmp_path / f"run{number}"
+        ended = 0
+        with killed_at(number, monkeypatch):
+            try:
+                tiny.job(out=run, **settings)
+                ended += 1
+            except Killed:
+                kills += 1
+        if not (run / "config.toml").exists():
+            tiny.job(out=run, **settings)  # killed before it had begun
+        else:
+            with killed_at(number, monkeypatch):
+                try:
+                    tiny.job(resume=run, **settings)
+                    ended += 1
+                except Killed:
+                    kills += 1
+            tiny.job(resume=run, **settings)
+        assert tiny.same_run(run, tmp_path / "whole"), number
+        assert [p for p in run.rglob("*") if p.suffix == ".part"] == []
+        assert len(checkpoint.saved(run / "checkpoints")) <= 2
+        if ended == 2:
+            break
+    assert kills > 60
+
+
+@pytest.mark.parametrize("name", ["fedagg-rounded", "fedagg-paper", "scaffold", "feddyn-disk", "fedexp", "average"])
+def test_an_interrupt_in_the_middle_of_a_round_drops_the_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Ctrl-C while a client trains, and between a round's end and its booking (here: in the evaluation)."""
+    settings = tiny.STATEFUL[name]
+    tiny.job(out=tmp_path / "whole", **settings)
+    for at, (kind, method) in enumerate([(Sequential, "client"), (tiny.fedagg.federation.Evaluator, "__call__")]):
+        run, count, real = tmp_path / f"run{at}", [0], getattr(kind, method)
+
+        def interrupting(*args: Any, real: Any = real, count: list[int] = count) -> Any:
+            count[0] += 1
+            if count[0] == 5:
+                raise KeyboardInterrupt
+            return real(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, method, interrupting)
+            result = tiny.job(out=run, **settings)
+        assert result.interrupted
+        assert 0 < len(result.history) < 6
+        resumed = tiny.job(resume=run, **settings)
+        assert not resumed.interrupted
+        assert tiny.same_run(run, tmp_path / "whole")
+
+
+def test_an_interrupt_while_a_round_is_booked_waits() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), interrupt.held_back():
+        signal.raise_signal(signal.SIGINT)
+        done.append("whole")
+    assert done == ["whole"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    thread = threading.Thread(target=lambda: done.append(interrupt.held_back().__enter__()))
+    thread.start()
+    thread.join()
+    assert len(done) == 2
+
+
+# --- two at once ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_in_use_is_refused_and_given_free_at_the_end(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    class Resuming:
+        """Resumes the run while it runs."""
+
+        def started(self, *_: Any) -> None: ...
+
+        def round_done(self, row: dict[str, Any]) -> None:
+            with pytest.raises(SettingError, match="in use by another process"):
+                tiny.job(resume=run)
+
+        def finished(self, *_: Any) -> None: ...
+
+    tiny.job(out=run, rounds=1, callbacks=[Resuming()])
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    tiny.job(resume=run, rounds=2)
+    tiny.job(resume=run, rounds=3)
+    if before:
+        assert len(os.listdir("/proc/self/fd")) <= before
+
+
+# --- per-client memory -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_client_memory_forgets_what_was_not_valid_or_not_booked(disk: bool) -> None:
+    memory = ClientMemory(5, 3, disk)
+    memory.stage([1, 2], torch.tensor([[1.0, 1, 1], [2, 2, 2]]))
+    memory.keep([2])
+    assert memory.read([2]).sum() == 0  # not yet booked
+    memory.commit()
+    assert memory.read([0, 1, 2]).tolist() == [[0, 0, 0], [0, 0, 0], [2, 2, 2]]
+    memory.stage([2], torch.full((1, 3), 9.0))
+    memory.keep([])
+    memory.commit()
+    assert memory.read([2]).tolist() == [[2, 2, 2]]
+
+
+def test_client_memory_on_disk_leaves_no_file_and_says_when_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    memory = ClientMemory(1000, 1000, disk=True)
+    memory.write(999, torch.ones(1000))
+    assert memory.read([999]).sum() == 1000
+    assert list(tmp_path.iterdir()) == []
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(FedaggError, match="No space left on device"):
+        memory.write(1, torch.ones(1000))
+
+
+def test_flushing_reaches_files_and_folders(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    files.flush(tmp_path / "file")
+    files.flush(tmp_path)

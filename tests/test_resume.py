@@ -1,0 +1,365 @@
+"""Exact resume: a run killed at any moment ends like one that never was, and what may not change is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from torch import nn
+
+import fedagg
+from fedagg import Dataset, files
+from fedagg.data import sources
+from fedagg.data.idx import write_idx
+from fedagg.engines.sequential import Sequential
+from fedagg.errors import DataError, FedaggError, SettingError
+
+HERE = Path(__file__).parent
+SMALL = ["--rounds", "6", "--clients", "20", "--epochs", "1", "--checkpoint-every", "1", "--engine", "sequential"]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "", "COLUMNS": "80"}
+
+
+def command(*arguments: object, limit: Callable[[], None] | None = None) -> subprocess.CompletedProcess[str]:
+    """`fedagg` as people run it."""
+    line = [sys.executable, "-m", "fedagg", *map(str, arguments)]
+    done = subprocess.run(line, capture_output=True, text=True, env=environment(), timeout=120, preexec_fn=limit)
+    assert "Traceback" not in done.stderr
+    return done
+
+
+# --- killed ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", tiny.ENGINES)
+def test_killed_at_random_moments_every_method_with_state_ends_the_same(tmp_path: Path, engine: str) -> None:
+    line = [sys.executable, str(HERE / "killing.py"), str(tmp_path), engine, "2", "0"]
+    done = subprocess.run(line, capture_output=True, text=True, env=environment(), timeout=600)
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(row) for row in done.stdout.splitlines()]
+    assert [row["name"] for row in told] == list(tiny.STATEFUL)
+    assert [row["name"] for row in told if not row["same"]] == []
+    assert sum(row["kills"] for row in told) >= 20
+
+
+def test_the_command_killed_and_resumed_ends_the_same_and_warns_in_one_line(tmp_path: Path) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "[run]"
+    assert command("run", *SMALL, "--out", whole, "--json", "--quiet").returncode == 0
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fedagg", "run", *SMALL, "--out", str(run), "--quiet"],
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    for _ in range(60_000):
+        if len(list((run / "checkpoints").glob("*.json"))) == 2 or process.poll() is not None:
+            break
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    newest = sorted((run / "checkpoints").glob("*.json"))[-1]
+    newest.write_bytes(newest.read_bytes()[:-5])
+    done = command("run", "--resume", run, "--json", "--quiet")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rounds"] == 6
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"warning: checkpoint {newest.name} is damaged")
+    assert tiny.same_run(run, whole)
+
+
+def test_ctrl_c_stops_with_a_checkpoint_and_the_way_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fedagg", "run", *SMALL, "--rounds", "5000", "--out", str(run), "--quiet"],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (run / "metrics.jsonl").exists() and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    assert f"--resume {run}" in said.replace("\n", " ")
+    rounds = len(tiny.rows(run))
+    assert json.loads((run / "result.json").read_text())["interrupted"] is True
+    assert fedagg.checkpoint.latest(run / "checkpoints").round == rounds  # type: ignore[union-attr]
+
+
+# --- settings ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", tiny.ENGINES)
+@pytest.mark.parametrize("name", tiny.STATEFUL)
+def test_more_rounds_later_are_the_same_as_all_at_once(tmp_path: Path, name: str, engine: str) -> None:
+    settings = {**tiny.STATEFUL[name], "engine": engine}
+    tiny.job(out=tmp_path / "whole", **settings)
+    tiny.job(out=tmp_path / "run", rounds=2, **settings)
+    tiny.job(resume=tmp_path / "run", rounds=4, **settings)
+    result = tiny.job(resume=tmp_path / "run", **settings)
+    assert tiny.same_run(tmp_path / "run", tmp_path / "whole")
+    assert [row["round"] for row in result.history] == [1, 2, 3, 4, 5, 6]
+    again = tiny.job(resume=tmp_path / "run", **settings)  # a run that has ended stays as it is
+    assert tiny.same_run(tmp_path / "run", tmp_path / "whole")
+    assert again.accuracy == result.accuracy
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("ended") / "run"
+    tiny.job(out=run, rounds=2)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"lr": 0.2}, ["lr was 0.1, now 0.2"]),
+        ({"algorithm": "fedavg"}, ["algorithm was 'fedagg', now 'fedavg'"]),
+        ({"seed": 1, "batch_size": 4}, ["seed was 0, now 1", "batch_size was 8, now 4"]),
+        ({"mu": 0.5}, ["mu was None, now 0.5"]),
+        ({"corrupt_rate": 0.5}, ["corrupt_rate was 0.0, now 0.5"]),
+        ({"rounds": 1}, ["rounds = 1", "has done 2 already"]),
+    ],
+)
+def test_a_changed_setting_is_refused_by_name(ended: Path, change: dict[str, Any], words: list[str]) -> None:
+    before = {path: path.read_bytes() for path in ended.rglob("*") if path.is_file()}
+    with pytest.raises(FedaggError) as caught:
+        tiny.job(resume=ended, **{"rounds": 2, **change})
+    for word in words:
+        assert word in str(caught.value)
+    assert {path: path.read_bytes() for path in ended.rglob("*") if path.is_file()} == before
+
+
+def test_the_command_refuses_too(tmp_path: Path) -> None:
+    fedagg.run(out=tmp_path / "run", rounds=1, clients=20, engine="sequential")
+    done = command("run", "--resume", tmp_path / "run", "--lr", "0.3")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "lr was 0.01, now 0.3" in done.stderr
+
+
+def test_other_data_another_model_or_other_parts_are_refused(tmp_path: Path, ended: Path) -> None:
+    data = tiny.dataset()
+    other = Dataset(data.x_train + 1, data.y_train, data.x_test, data.y_test, classes=3)
+    settings: dict[str, Any] = {"participation": 0.5, "epochs": 2, "batch_size": 8, "lr": 0.1, "device": "cpu"}
+    with pytest.raises(FedaggError, match="data is not what the run began with"):
+        fedagg.run(data=other, model=tiny.network(), resume=ended, rounds=2, clients=6, **settings)
+    with pytest.raises(FedaggError, match="model is not what the run began with"):
+        fedagg.run(data=data, model=nn.Linear(6, 3), resume=ended, rounds=2, clients=6, **settings)
+    parts = [np.arange(at, 120, 6) for at in range(6)]
+    fedagg.run(data=data, model=tiny.network(), parts=parts, out=tmp_path / "run", rounds=1, **settings)
+    with pytest.raises(FedaggError, match="parts is not what the run began with"):
+        fedagg.run(data=data, model=tiny.network(), parts=parts[::-1], resume=tmp_path / "run", rounds=2, **settings)
+    fedagg.run(data=data, model=tiny.network(), parts=parts, resume=tmp_path / "run", rounds=2, **settings)
+
+
+def test_a_folder_that_is_no_run_and_a_run_that_is_there_are_refused(tmp_path: Path, ended: Path) -> None:
+    with pytest.raises(SettingError, match=r"no config\.toml"):
+        tiny.job(resume=tmp_path / "nothing")
+    assert not (tmp_path / "nothing").exists()
+    with pytest.raises(SettingError, match="holds a run already"):
+        tiny.job(out=ended)
+    done = command("run", "--resume", tmp_path / "nothing")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+# --- disk and memory ---------------------------------------------------------------------------------------------------
+
+
+def at_most(kind: int, amount: int) -> Callable[[], None]:
+    return lambda: resource.setrlimit(kind, (amount, amount))
+
+
+def test_no_room_for_the_model_is_one_line_and_the_run_goes_on_when_there_is(tmp_path: Path) -> None:
+    """A limit on the size of files: the operating system refuses the write half way, as a full disk does."""
+    run = tmp_path / "run"
+    done = command("run", *SMALL, "--out", run, "--quiet", limit=at_most(resource.RLIMIT_FSIZE, 60_000))
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "cannot be written (File too large)" in done.stderr
+    assert [p.name for p in run.rglob("*") if p.suffix in (".part", ".safetensors")] == []
+    done = command("run", "--resume", run, "--json", "--quiet")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rounds"] == 6
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_while_recording_is_one_line_and_the_run_goes_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    tiny.job(out=tmp_path / "whole", rounds=4)
+    tiny.job(out=run, rounds=2)
+    good = (run / "metrics.jsonl").read_bytes()
+
+    class Fill:
+        """The disk fills up while the run runs."""
+
+        def started(self, *_: Any) -> None:
+            (run / "metrics.jsonl").rename(run / "kept")
+            (run / "metrics.jsonl").symlink_to("/dev/full")
+
+        def round_done(self, *_: Any) -> None: ...
+
+        def finished(self, *_: Any) -> None: ...
+
+    with pytest.raises(FedaggError, match=r"metrics.jsonl: cannot be written \(No space left on device\).*--resume"):
+        tiny.job(resume=run, rounds=4, callbacks=[Fill()])
+    (run / "kept").rename(run / "metrics.jsonl")
+    assert (run / "metrics.jsonl").read_bytes() == good
+    tiny.job(resume=run, rounds=4)
+    assert tiny.same_run(run, tmp_path / "whole")
+
+
+def test_half_a_line_is_taken_back(tmp_path: Path) -> None:
+    files.append(tmp_path / "rows", "whole")
+
+    class Half:
+        """Writes half of what it is given, then the disk is full."""
+
+        def __init__(self, handle: Any) -> None:
+            self.handle = handle
+
+        def write(self, content: bytes) -> int:
+            self.handle.write(content[: len(content) // 2])
+            self.handle.flush()
+            raise OSError(28, "No space left on device")
+
+        def __enter__(self) -> Half:
+            return self
+
+        def __exit__(self, *_: Any) -> None:
+            self.handle.close()
+
+        def tell(self) -> int:
+            return int(self.handle.tell())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("builtins.open", lambda *a, real=open, **k: Half(real(*a, **k)))
+        with pytest.raises(FedaggError, match="No space left"):
+            files.append(tmp_path / "rows", "another line")
+    assert (tmp_path / "rows").read_text() == "whole\n"
+
+
+@pytest.mark.parametrize("number", [13, 28, 30])
+def test_every_file_that_cannot_be_written_is_one_line_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Each write in turn fails: no permission, no space, read-only file system."""
+    tiny.job(out=tmp_path / "whole", rounds=3, checkpoint_every=1)
+    failures = 0
+    for at in range(1, 100):
+        run, count = tmp_path / f"run{at}", [0]
+
+        def replace(*args: Any, real: Any = os.replace, count: list[int] = count, at: int = at) -> None:
+            count[0] += 1
+            if count[0] == at:
+                raise OSError(number, os.strerror(number))
+            real(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", replace)
+            try:
+                tiny.job(out=run, rounds=3, checkpoint_every=1)
+                break
+            except FedaggError as error:
+                failures += 1
+                assert os.strerror(number) in str(error)
+                assert "\n" not in str(error)
+        assert list(run.rglob(".*.part")) == []
+        where = {"resume": run} if (run / "config.toml").exists() else {"out": run}
+        tiny.job(**where, rounds=3, checkpoint_every=1)
+        assert tiny.same_run(run, tmp_path / "whole")
+    assert failures >= 8  # environment, configuration, two for each of three checkpoints, model, result
+
+
+def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path: Path, ended: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    done = command("run", *SMALL, "--out", tmp_path / "file" / "run")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "choose a folder you can write to" in done.stderr
+    with pytest.MonkeyPatch.context() as patch:
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise OSError(30, os.strerror(30))
+
+        patch.setattr(Path, "touch", refuse)
+        with pytest.raises(FedaggError, match="Read-only file system"):
+            tiny.job(resume=ended, rounds=3)
+
+
+def test_a_removed_data_file_is_one_line_and_the_run_goes_on_when_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    shapes = {"train-images": (40, 4, 4), "train-labels": (40,), "t10k-images": (20, 4, 4), "t10k-labels": (20,)}
+    described = []
+    (tmp_path / "mnist").mkdir()
+    for name, shape in shapes.items():
+        path = tmp_path / "mnist" / f"{name}-ubyte.gz"
+        write_idx(path, rng.integers(0, 10, shape).astype(np.uint8))
+        described.append(sources.File(path.name, shape))
+    monkeypatch.setitem(sources.SOURCES, "mnist", sources.Source("mnist", 10, tuple(described)))
+    settings: dict[str, Any] = {"dataset": "mnist", "data_dir": str(tmp_path), "clients": 4, "participation": 1.0}
+    fedagg.run(out=tmp_path / "whole", rounds=4, **settings)
+    fedagg.run(out=tmp_path / "run", rounds=2, **settings)
+    (tmp_path / "mnist" / "t10k-labels-ubyte.gz").rename(tmp_path / "away")
+    with pytest.raises(DataError, match=r"t10k-labels-ubyte\.gz is missing") as caught:
+        fedagg.run(resume=tmp_path / "run", rounds=4, **settings)
+    assert "\n" not in str(caught.value)
+    (tmp_path / "away").rename(tmp_path / "mnist" / "t10k-labels-ubyte.gz")
+    fedagg.run(resume=tmp_path / "run", rounds=4, **settings)
+    assert tiny.same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def allocate(*_: Any) -> Any:
+    return torch.empty(1 << 60)
+
+
+def fill(*_: Any) -> Any:
+    raise MemoryError
+
+
+def cuda(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nGPU 0 has ...")
+
+
+@pytest.mark.parametrize("kind", [allocate, fill, cuda])
+def test_out_of_memory_is_one_line_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Callable[..., Any]
+) -> None:
+    run = tmp_path / "run"
+    tiny.job(out=tmp_path / "whole", rounds=4)
+    tiny.job(out=run, rounds=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Sequential, "client", kind)
+        with pytest.raises(FedaggError, match=r"^out of memory; .*--resume .*run$") as caught:
+            tiny.job(resume=run, rounds=4)
+    assert "\n" not in str(caught.value)
+    tiny.job(resume=run, rounds=4)
+    assert tiny.same_run(run, tmp_path / "whole")
+
+
+def test_another_error_is_not_taken_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*_: Any) -> Any:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    monkeypatch.setattr(Sequential, "client", wrong)
+    with pytest.raises(RuntimeError, match="mat1"):
+        tiny.job(engine="sequential")
