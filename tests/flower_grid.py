@@ -19,6 +19,7 @@ def through_the_wire(message: Message) -> tuple[Message, int]:
     contents = {key: thing.deflate() for key, thing in get_all_nested_objects(message).items()}
     back = inflate_object_from_contents(message.object_id, dict(contents))
     assert isinstance(back, Message)
+    back.metadata.__dict__["_message_id"] = message.metadata.message_id  # Flower, too, sends it beside the objects
     return back, sum(len(content) for content in contents.values())
 
 
@@ -56,7 +57,7 @@ class HereGrid(Grid):
             self.received.append((back, size))
             training = self.tamper is not None and message.metadata.message_type == "train"
             replies += self.tamper(message, back) if training and self.tamper else [back]
-        return reversed(replies)  # whoever is first, the order of the sums is the order of the participants
+        return replies[::-1]  # whoever is first, the order of the sums is the order of the participants
 
     def set_run(self, run: Any) -> None:
         raise NotImplementedError

@@ -48,6 +48,7 @@ def killed(number: int, run: Path, chance: random.Random) -> bool:
 
 def main(folder: Path, engine: str, kills: int, seed: int) -> None:
     torch.set_num_threads(1)
+    tiny.job(rounds=1, engine=engine)  # what torch imports at first use, no child has to import again
     chance = random.Random(seed)
     for name, own in tiny.STATEFUL.items():
         settings = {**own, "rounds": ROUNDS, "engine": engine, "checkpoint_every": chance.choice([1, 2])}

@@ -12,7 +12,7 @@ from torch import nn
 import fedagg
 from fedagg import Dataset, Result
 
-ENGINES = ["sequential"]
+ENGINES = ["sequential", "batched"]
 
 # Every method that carries something from round to round, and what is special about its state.
 STATEFUL: dict[str, dict[str, Any]] = {

@@ -66,7 +66,12 @@ def load(path: Path) -> Checkpoint:
     packed = path.with_suffix(".safetensors").read_bytes()
     if facts.pop("self") != seal(facts) or hashlib.sha256(packed).hexdigest() != facts["sha256"]:
         raise ValueError("its checksum does not match")
-    return Checkpoint(int(facts["round"]), load_tensors(packed), facts)
+    numbers = [facts[name] for name in ("round", "metrics.jsonl", "clients.jsonl") if name in facts or name == "round"]
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise ValueError("its numbers make no sense")
+    if not isinstance(facts.get("identity", {}), dict) or not isinstance(facts.get("seconds", 0.0), int | float):
+        raise ValueError("its facts make no sense")
+    return Checkpoint(facts["round"], load_tensors(packed), facts)
 
 
 def saved(folder: Path) -> list[Path]:

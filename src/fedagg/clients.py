@@ -120,7 +120,7 @@ class Clients:
         self.left_out.update({j.client: why for j, why in zip(gathered.jobs, causes, strict=True) if why})
         self.reported = dict(zip((job.client for job in gathered.jobs), gathered.losses(), strict=True))
         self.bytes_down += len(self.ids) * wire.down(work, model, self.downlink.bits)
-        self.bytes_up += len(gathered.jobs) * wire.up(work, model, self.epochs)
+        self.bytes_up += len(gathered.jobs) * wire.up(work, model, self.epochs, gathered.represented())
         valid = [why is None for why in causes]
         if self.memory is not None:
             self.memory.keep(job.client for job, ok in zip(gathered.jobs, valid, strict=True) if ok)
@@ -178,6 +178,10 @@ class Gathered:
         self.flows.add(chunk.delta, torch.ones_like(sizes)[None], lengths, scale=1 / row["travel"].clamp_min(1e-30))
         self.stats.add(chunk.buffers, sizes[None], lengths)
         self.rows.append(row)
+
+    def represented(self) -> int:
+        """Numbers that a client sends about its classes, where the work asks for them."""
+        return sum(row[key][0].numel() for row in self.rows[:1] for key in ("classes", "counts") if key in row)
 
     def causes(self) -> list[str | None]:
         return judge(self.lengths, self.fits)

@@ -92,6 +92,7 @@ class Config(BaseModel):
     straggler_rate: float = Field(0.0, ge=0, le=1, description="simulated faults: share that does fewer epochs")
     corrupt_rate: float = Field(0.0, ge=0, le=1, description="simulated faults: share that answers nonsense")
     flip_rate: float = Field(0.0, ge=0, le=1, description="simulated faults: share of hostile, sign-flipping clients")
+    flip_scale: float = Field(1.0, gt=0, lt=1e6, description="simulated faults: what hostile clients multiply by, beside -1")
 
     average: bool = Field(False, description="report the running average of the global models (for every method)")
     eval_every: int = Field(1, ge=1, description="evaluate every so many rounds")
@@ -162,7 +163,7 @@ def read(path: Path) -> dict[str, Any]:
         raise SettingError("config", str(path), "there is no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError("config", str(path), f"cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also whole numbers and nesting beyond what Python reads
         raise SettingError("config", str(path), f"is not TOML: {error}") from None
     for key, value in settings.items():
         if isinstance(value, (dict, list)):

@@ -15,7 +15,16 @@ class SettingError(FedaggError):
 
     def __init__(self, setting: str, value: object, fix: str) -> None:
         self.setting, self.value, self.fix = setting, value, fix
-        super().__init__(f"{setting} = {value!r}: {fix}")
+        super().__init__(f"{' '.join(setting.split())} = {shown(value)}: {' '.join(fix.split())}")
+
+
+def shown(value: object) -> str:
+    """A value as an error quotes it: on one line, and not too long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not print whole numbers of thousands of digits
+        text = type(value).__name__
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 class DataError(FedaggError):

@@ -19,6 +19,7 @@ class Faults:
     straggler: float = 0.0  # share that stop after some of their epochs
     corrupt_rate: float = 0.0  # share that answer nonsense, of one of the KINDS
     flip: float = 0.0  # share of clients that are hostile: always the same ones, they send their update reversed
+    scale: float = 1.0  # and this many times over
 
     def happens(self, rate: float, *where: object) -> bool:
         return rate > 0 and bool(seeding.numpy_generator(self.seed, "fault", *where).random() < rate)
@@ -45,7 +46,7 @@ class Faults:
         """Alter what these clients send, in place."""
         for row, job in enumerate(chunk.jobs):
             if self.hostile(job.client):
-                chunk.delta[row] *= -1.0
+                chunk.delta[row] *= -self.scale
             kind, size = self.kind(t, job.client), chunk.delta.shape[1]
             where = torch.arange(0, size, max(1, size // 7), device=chunk.delta.device)
             if kind == "nan":

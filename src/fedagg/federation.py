@@ -164,6 +164,14 @@ def run(
     samples = Samples(parts)
     memory = ClientMemory(len(samples), layout.d, spills(config, len(samples), layout.d)) if algorithm.remembers else None
     downlink = Downlink(config.downlink_bits, config.seed)
+    faults = Faults(
+        seed=config.seed,
+        dropout=config.dropout_rate,
+        straggler=config.straggler_rate,
+        corrupt_rate=config.corrupt_rate,
+        flip=config.flip_rate,
+        scale=config.flip_scale,
+    )
 
     def participants(t: int) -> Clients:
         return Clients(
@@ -178,9 +186,7 @@ def run(
             model=now,
             memory=memory,
             remember=algorithm.remember,
-            faults=Faults(
-                config.seed, config.dropout_rate, config.straggler_rate, config.corrupt_rate, config.flip_rate
-            ),
+            faults=faults,
             robust=config.robust,
             trim=config.trim,
             downlink=downlink,
@@ -198,7 +204,7 @@ def run(
         done, before = 0, 0.0
         if book.resumed is not None:
             checkpoint.same_form(settled.tensors, book.resumed.tensors)
-            settled, done, before = book.resumed, book.resumed.round, float(book.resumed.facts["seconds"])
+            settled, done, before = book.resumed, book.resumed.round, float(book.resumed.facts.get("seconds", 0.0))
             now, average = revive(settled, algorithm, downlink, device)
             if memory is not None:
                 recall(settled, memory, len(samples))
@@ -417,7 +423,7 @@ def memorised(memory: ClientMemory | None) -> dict[str, Tensor]:
 def recall(saved: Checkpoint, memory: ClientMemory, clients: int) -> None:
     """Back from `memorised`."""
     ids, rows = saved.tensors.get("memory/ids", torch.zeros(0)), saved.tensors.get("memory/rows", torch.zeros(0, memory.d))
-    if rows.shape != (len(ids), memory.d) or any(not 0 <= client < clients for client in ids.tolist()):
+    if ids.ndim != 1 or rows.shape != (len(ids), memory.d) or any(not 0 <= client < clients for client in ids.tolist()):
         raise FedaggError(f"checkpoint: what its clients remember does not fit {clients} clients with {memory.d} numbers each")
     for client, row in zip(ids.tolist(), rows, strict=True):
         memory.write(int(client), row)

@@ -74,7 +74,7 @@ class Record:
             if identity.get(name) != value:
                 raise FedaggError(f"resume = {str(folder)!r}: {name} is not what the run began with; give the same {name} again")
         for name in ("metrics.jsonl", "clients.jsonl"):
-            path, keep = folder / name, int(facts.get(name, 0))
+            path, keep = folder / name, facts.get(name, 0)
             if path.exists() and path.stat().st_size >= keep:
                 self.history = cut(path, keep, done) if name == "metrics.jsonl" else self.history
                 os.truncate(path, keep)

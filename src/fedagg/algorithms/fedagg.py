@@ -21,6 +21,7 @@ from fedagg.flat import Layout, Model
 
 LEAST_OWN = 0.1  # λ never falls below: a client that ignored its own gradient would teach the server nothing
 RATE_BAND = (0.1, 2.0)  # rates stay within these multiples of the pace
+RATE_CEILING = 1.0  # and under this multiple of λ: where clients disagree, the federation slows down
 LOSS_JUMP = 1.5  # a training loss over this multiple of its running mean means the last round broke the model
 LOST_SHARE = 0.2  # so do more clients than this that blew up
 
@@ -38,9 +39,6 @@ class FedAgg(Algorithm):
         self.state |= {
             "w0": model.w,  # where training began
             "phi1": torch.zeros_like(model.w),  # the aggregated gradient, one for all epochs
-            "good_w": model.w,  # the last model that was not broken, with its buffers and its field
-            "good_buffers": model.buffers,
-            "good_phi1": torch.zeros_like(model.w),
             "known": zero.clone(),  # rounds that gave a mean field
             "agreement": zero + 1.0,
             "distance": zero.clone(),
@@ -48,7 +46,9 @@ class FedAgg(Algorithm):
             "weighted2": zero.clone(),
             "caution": zero + 1.0,  # halved whenever a round had to be undone
             "loss": zero + math.nan,
+            "first_loss": zero + math.nan,  # of the untrained model
         }
+        self.keep(model)
 
     def number(self, name: str) -> float:
         return float(self.state[name])
@@ -76,7 +76,7 @@ class FedAgg(Algorithm):
         norm2 = steps * steps * float(phi1.double().square().sum())  # |S φ1|²
         ahead = torch.arange(1, epochs + 1, dtype=torch.float64).flip(0).cumsum(0).flip(0)  # Σ_{k>p} k
         rate, slope = meanfield.affine_rates(torch.full((epochs, epochs), norm2), -pace * norm2 * ahead, self.alpha)
-        low, high = RATE_BAND[0] * pace, RATE_BAND[1] * pace
+        low, high = min(RATE_BAND[0] * pace, RATE_CEILING * own), min(RATE_CEILING * own, RATE_BAND[1] * pace)
         return Work(
             rate=rate,
             slope=steps * slope.sum(1, keepdim=True),
@@ -98,7 +98,7 @@ class FedAgg(Algorithm):
             raise
         if self.broken(out, clients):
             return self.undo()
-        self.state |= {"good_w": model.w, "good_buffers": model.buffers, "good_phi1": self.state["phi1"]}
+        self.keep(model)
         self.learn(out, clients)
         nxt = model.moved(out.mean, out.buffers)
         self.travelled(nxt, clients)
@@ -128,13 +128,22 @@ class FedAgg(Algorithm):
         self.state["weighted2"] = self.state["weighted2"] + far * far * total2
 
     def broken(self, out: Outcome, clients: Clients) -> bool:
-        """Did the last step break the model? The loss of the clients' first mini-batches is the model's own, for free: it would have
-        jumped, by more than sampling explains; or the clients blow up on it."""
+        """Did the last step break the model? The loss of the clients' first mini-batches is the model's own, and costs nothing.
+
+        It must not jump, by more than sampling explains, nor rise above the untrained model's; and clients must not blow up on it.
+        The first step, which had no mean field and so no pace of its own, gets no benefit of the doubt."""
         loss, usual = float(out.first.mean()), self.number("loss")
-        doubt = 3.0 * float(out.first.std()) / math.sqrt(len(out.clients)) if len(out.clients) > 1 else 0.0
-        if self.blown_up(clients) > LOST_SHARE or loss - doubt > LOSS_JUMP * usual:
+        if self.blown_up(clients) > LOST_SHARE:
             return True
-        self.state["loss"] = torch.tensor(loss if usual != usual else (usual + loss) / 2, dtype=torch.float64)
+        if not self.number("known"):
+            self.state["loss"] = self.state["first_loss"] = torch.tensor(loss, dtype=torch.float64)
+            return False
+        spread = float(out.first.std()) / math.sqrt(len(out.clients)) if len(out.clients) > 1 else math.inf
+        doubt = 3.0 * spread if self.number("known") > 1 else 0.0
+        if not loss - doubt <= min(LOSS_JUMP * usual, self.number("first_loss")):
+            return True
+        self.state["loss"] = torch.tensor((usual + loss) / 2, dtype=torch.float64)
+        self.state["caution"] = (self.state["caution"] * RECOVERY).clamp(max=1.0)
         return False
 
     def blown_up(self, clients: Clients) -> float:
@@ -145,10 +154,16 @@ class FedAgg(Algorithm):
         blown = [c for c, loss in clients.reported.items() if c in clients.left_out and not loss < limit]
         return len(blown) / max(1, len(clients.reported))
 
+    def keep(self, model: Model) -> None:
+        """Remember a model that was not broken, with its field and its account of the path."""
+        self.state |= {"good/w": model.w, "good/buffers": model.buffers}
+        self.state |= {f"good/{name}": self.state[name] for name in KEPT}
+
     def undo(self) -> Model:
+        """Back to the last good model, at half the pace."""
         self.state["caution"] = self.state["caution"] / 2
-        self.state["phi1"] = self.state["good_phi1"]
-        return Model(self.state["good_w"], self.state["good_buffers"])
+        self.state |= {name: self.state[f"good/{name}"] for name in KEPT}
+        return Model(self.state["good/w"], self.state["good/buffers"])
 
     def figures(self) -> dict[str, float]:
         return {"pace": self.reference(), "own_share": self.own_share(), "caution": self.number("caution")}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedagg.algorithms.base import Algorithm, register
-from fedagg.clients import Clients, Outcome
+from fedagg.clients import Clients, NoClients, Outcome
 from fedagg.engines.base import Work
 from fedagg.flat import Layout, Model
 from fedagg.meanfield import MeanField
@@ -39,11 +39,17 @@ class FedAggPaper(Algorithm):
         phi1, phi2, betas = [], [], []
         for t in range(rounds):
             now = replace(clients(t), model=model)
-            out, field = self.estimate(now)
+            try:
+                out, field = self.estimate(now)
+            except NoClients:  # nobody to learn from: the terms of the round before, and at first none, which is a rate of zero
+                zero = model.w.new_zeros(now.epochs + 1, len(model.w))
+                field = MeanField(phi1[-1], phi2[-1]) if phi1 else MeanField(zero[1:], zero)
+                betas.append(betas[-1] if betas else torch.ones(len(now.ids)))
+            else:
+                betas.append(self.smoothness(out, now))
+                model = model.moved(out.mean, out.buffers)
             phi1.append(field.phi1)
             phi2.append(field.phi2)
-            betas.append(self.smoothness(out, now))
-            model = model.moved(out.mean, out.buffers)
         self.state |= {"rehearsed1": torch.stack(phi1), "rehearsed2": torch.stack(phi2)}
         self.state["rehearsed_beta"] = torch.stack(betas)
 

@@ -22,7 +22,7 @@ class FedExP(Algorithm):
 
     def update(self, model: Model, out: Outcome, clients: Clients) -> Model:
         self.state["last"] = model.w
-        spread = float(out.norm2.mean()) / (2.0 * (float(out.plain.square().sum()) + self.exp_eps))
+        spread = float(out.norm2.mean()) / (2.0 * (float(out.plain.double().square().sum()) + self.exp_eps))
         return model.moved(max(1.0, spread) * out.plain, out.buffers)
 
     def reported(self, model: Model) -> Model:

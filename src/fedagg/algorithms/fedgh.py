@@ -8,9 +8,8 @@ by its samples, and broadcasts the result. `accuracy` is that of the averaged bo
 import copy
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, grad
 from torch.nn import functional
 
 from fedagg import models
@@ -30,7 +29,7 @@ class FedGH(Algorithm):
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
         self.where = models.head(module, self.head)
         # A copy in evaluation mode: training the header draws no randomness and moves no statistics.
-        self.header = copy.deepcopy(module.get_submodule(self.where)).to(model.w.device).eval()
+        self.header = copy.deepcopy(module.get_submodule(self.where)).to(model.w.device).eval().requires_grad_(False)
         self.layout = layout
         self.loss_before = self.loss_after = float("nan")
 
@@ -49,25 +48,26 @@ class FedGH(Algorithm):
         features = out.classes[held].to(model.w)
         labels = held.nonzero()[:, 1].to(model.w.device)
         weights = (out.counts[held] / out.counts.sum()).to(model.w)
-        header = {name: view.clone().requires_grad_() for name, view in self.views(model.w).items()}
+        header = {name: view.clone() for name, view in self.views(model.w).items()}
 
-        def loss() -> Tensor:
+        def loss(header: dict[str, Tensor]) -> Tensor:
             output = functional_call(self.header, header, (features,))
             return (functional.cross_entropy(output, labels, reduction="none") * weights).sum()
 
-        optimizer = torch.optim.SGD(header.values(), lr=self.head_lr)
-        losses = []
+        rate, now = self.head_lr, float(loss(header))
+        self.loss_before = now
         for _ in range(self.head_steps):
-            optimizer.zero_grad()
-            value = loss()
-            value.backward()
-            optimizer.step()
-            losses.append(value.detach())
-        with torch.no_grad():
-            self.loss_before, self.loss_after = torch.stack([losses[0], loss()]).tolist()
-            w = model.w + out.mean
-            for name, view in self.views(w).items():
-                view.copy_(header[name])
+            slopes = grad(loss)(header)
+            trial = {name: value - rate * slopes[name] for name, value in header.items()}
+            then = float(loss(trial))
+            if then < now:
+                header, now = trial, then
+            else:  # representations may be of any size: a step that does not help is not taken, the next is half as long
+                rate /= 2
+        self.loss_after = now
+        w = model.w + out.mean
+        for name, view in self.views(w).items():
+            view.copy_(header[name])
         return Model(w, out.buffers)
 
     def figures(self) -> dict[str, float]:

@@ -21,7 +21,7 @@ from fedagg.reproduce.grid import Cell, Spec
 from fedagg.reproduce.results import Store
 from fedagg.reproduce.running import Outcome, Stop
 
-ABOUT = "a table or figure of the paper, `all`, or a TOML file like those in experiments/paper"
+ABOUT = "a table or figure of the paper, `all`, `quick`, or a TOML file like those in experiments/paper"
 ROWS = "rows, by name or beginning, e.g. mnist-linear,cifar10-cnn-iid"
 RESULTS = "the results folder; finished cells in it are not run again"
 SHOW = "run nothing: show what the results folder has"
@@ -63,15 +63,15 @@ def reproduce(
     where |= {"eval_every": eval_every, "data_dir": str(data_dir) if data_dir else None}
     specs = [
         grid.narrow(
-            grid.load(name),
-            rows=words(rows) if what != "all" else None,
+            spec,
+            rows=patterns,
             methods=words(algorithms),
             participation=shares(participation),
             seeds=seeds,
             rounds_scale=rounds_scale,
             overrides={k: v for k, v in where.items() if v is not None},
         )
-        for name in (grid.names() if what == "all" else [what])
+        for spec, patterns in chosen(what, words(rows))
     ]
     store = Store(results)
     status = 0
@@ -85,6 +85,21 @@ def reproduce(
         else:
             draw(spec, store, drawn or results / "figures")
     return status
+
+
+def chosen(what: str, rows: list[str] | None) -> list[tuple[Spec, list[str] | None]]:
+    """The specifications and the rows of each; of `all`, those that have any of the rows."""
+    if what != "all":
+        return [(grid.load(what), rows)]
+    specs = [grid.load(name) for name in grid.names()]
+    if rows is None:
+        return [(spec, None) for spec in specs]
+    known = [row.name for spec in specs for row in spec.rows]
+    for pattern in rows:
+        if not any(grid.matches(name, pattern) for name in known):
+            raise unknown("rows", pattern, known)
+    own = [(spec, [p for p in rows if any(grid.matches(row.name, p) for row in spec.rows)]) for spec in specs]
+    return [(spec, patterns) for spec, patterns in own if patterns]
 
 
 def draw(spec: Spec, store: Store, folder: Path) -> None:

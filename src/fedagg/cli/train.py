@@ -11,11 +11,14 @@ from typing import Annotated, Any
 import typer
 
 import fedagg
+from fedagg import trackers
 from fedagg.cli.options import with_settings
 from fedagg.cli.show import Live, err, out, results_table
 from fedagg.config import Config, make, read, resolve
 from fedagg.errors import SettingError
 from fedagg.federation import Result
+
+TRACK = f"follow the run live, one or several of {', '.join(trackers.TRACKERS)}"
 
 
 def run(
@@ -25,6 +28,7 @@ def run(
     resume: Annotated[Path | None, typer.Option("--resume", help="go on with this run folder")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object, and nothing else, on standard output")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress display")] = False,
+    track: Annotated[str | None, typer.Option("--track", help=TRACK, show_default=False)] = None,
     **settings: Any,
 ) -> int:
     """Train one federated model, and keep everything about it in a run folder."""
@@ -34,9 +38,10 @@ def run(
         chosen = resolve(settings, config, settings.pop("preset", None))
     folder = resume or out_dir or default_folder(chosen)
     live = Live(chosen.method)
+    followers = [trackers.make(name.strip(), folder) for name in (track or "").split(",") if name.strip()]
     try:
         result = fedagg.run(
-            chosen, out=None if resume else folder, resume=resume, callbacks=[] if quiet else [live]
+            chosen, out=None if resume else folder, resume=resume, callbacks=[*followers, *([] if quiet else [live])]
         )
     finally:
         live.stop()

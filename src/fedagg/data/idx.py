@@ -27,17 +27,20 @@ _LIMIT = 1 << 32
 """More bytes than any IDX file in use holds: a small gz file can declare, and hold, far more than memory."""
 
 
-def read_idx(path: str | os.PathLike[str]) -> npt.NDArray[np.uint8]:
-    """Read an IDX file of unsigned bytes with 1 to 4 dimensions, gz or plain; whatever is wrong is a DataError."""
+def read_idx(path: str | os.PathLike[str], most: int = _LIMIT) -> npt.NDArray[np.uint8]:
+    """Read an IDX file of unsigned bytes with 1 to 4 dimensions, gz or plain; whatever is wrong is a DataError.
+
+    `most` is the number of bytes that the file may unpack to, where that is known.
+    """
     path = Path(path)
     try:
         with path.open("rb") as raw:
             packed = raw.read(2) == b"\x1f\x8b"
             raw.seek(0)
             if not packed:
-                return _read(raw, path)
+                return _read(raw, path, most)
             with gzip.GzipFile(fileobj=raw, mode="rb") as stream:
-                return _read(stream, path)
+                return _read(stream, path, most)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read ({_one_line(error)})") from error
 
@@ -69,7 +72,7 @@ def aside(path: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
-def _read(stream: BinaryIO | gzip.GzipFile, path: Path) -> npt.NDArray[np.uint8]:
+def _read(stream: BinaryIO | gzip.GzipFile, path: Path, most: int) -> npt.NDArray[np.uint8]:
     magic = stream.read(4)
     if len(magic) < 4 or magic[:2] != b"\0\0":
         raise DataError(f"{path}: not an IDX file (it begins with {magic.hex() or 'nothing'})")
@@ -80,7 +83,7 @@ def _read(stream: BinaryIO | gzip.GzipFile, path: Path) -> npt.NDArray[np.uint8]
         raise DataError(f"{path}: truncated within its header")
     shape = tuple(int.from_bytes(header[at : at + 4], "big") for at in range(0, len(header), 4))
     size = math.prod(shape)
-    if not 0 < size <= _LIMIT:
+    if not 0 < size <= most:
         raise DataError(f"{path}: declares the sizes {shape}, which cannot be right")
     content = bytearray()
     while len(content) <= size:

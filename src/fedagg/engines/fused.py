@@ -13,13 +13,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 
 
 @triton.jit
 def _conv(x_ptr, w_ptr, b_ptr, y_ptr, M, H, W, HO, WO, P,
           C: tl.constexpr, O: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
           BM: tl.constexpr, BK: tl.constexpr, BO: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
-    """y[n, m, o] = Σ_k patch(x)[n, m, k] w[n, k, o] for one client n, a block of output pixels m and of channels o."""
+    """y[n, m, o] = Σ_k patch(x)[n, m, k] w[n, o, k] for one client n, a block of output pixels m and of channels o."""
     n = tl.program_id(2).to(tl.int64)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     o = tl.program_id(1) * BO + tl.arange(0, BO)
@@ -36,7 +37,7 @@ def _conv(x_ptr, w_ptr, b_ptr, y_ptr, M, H, W, HO, WO, P,
         r, s = row[:, None] + i[None, :], col[:, None] + j[None, :]
         inside = (r >= 0) & (r < H) & (s >= 0) & (s < W) & (k < K * K * C)[None, :] & (m < M)[:, None]
         a = tl.load(x_ptr + (base[:, None] + (i * W + j)[None, :]) * C + c[None, :], mask=inside, other=0.0)
-        b = tl.load(w_ptr + k[:, None] * O + o[None, :], mask=(k < K * K * C)[:, None] & (o < O)[None, :], other=0.0)
+        b = tl.load(w_ptr + k[:, None] + o[None, :] * (K * K * C), mask=(k < K * K * C)[:, None] & (o < O)[None, :], other=0.0)
         if HALF:
             acc = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), acc)
         else:
@@ -47,34 +48,74 @@ def _conv(x_ptr, w_ptr, b_ptr, y_ptr, M, H, W, HO, WO, P,
 
 
 @triton.jit
-def _weight_gradient(x_ptr, dy_ptr, part_ptr, M, SPAN, H, W, HO, WO, P, N,
-                     C: tl.constexpr, O: tl.constexpr, K: tl.constexpr,
+def _weight_gradient(x_ptr, dy_ptr, part_ptr, M, SPAN, N,
+                     C: tl.constexpr, O: tl.constexpr, K: tl.constexpr, PIXELS: tl.constexpr, WO: tl.constexpr, PLANE: tl.constexpr,
                      BM: tl.constexpr, BK: tl.constexpr, BO: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
-    """part[split, n, k, o] = Σ_m patch(x)[n, m, k] dy[n, m, o] over the output pixels m of one split."""
+    """part[split, n, o, k] = Σ_m patch(x)[n, k, m] dy[n, o, m] over the output pixels m of one split, k over (C, K, K).
+
+    Tensor cores want the summed axis innermost in both factors, in aligned runs. So dy is channels-first, and x comes padded, in K
+    copies shifted by one column each, cut to the output's width: then the patches' rows are plain runs of memory."""
     n = (tl.program_id(2) % N).to(tl.int64)
     split = tl.program_id(2) // N
     k = tl.program_id(0) * BK + tl.arange(0, BK)
     o = tl.program_id(1) * BO + tl.arange(0, BO)
-    tap, c = k // C, k % C
-    i, j = tap // K, tap % K
-    x_ptr += n * (M // (HO * WO)) * H * W * C
+    c, tap = k // (K * K), k % (K * K)
+    offset = (c * K + tap % K) * PLANE + (tap // K) * WO
+    images = M // PIXELS
+    x_ptr += n * images * C * K * PLANE
     dy_ptr += n * M * O
     acc = tl.zeros((BK, BO), dtype=tl.float32)
     for m0 in range(split * SPAN, min((split + 1) * SPAN, M), BM):
         m = m0 + tl.arange(0, BM)
-        image, pixel = m // (HO * WO), m % (HO * WO)
-        row, col = pixel // WO - P, pixel % WO - P
-        r, s = row[None, :] + i[:, None], col[None, :] + j[:, None]
-        inside = (r >= 0) & (r < H) & (s >= 0) & (s < W) & (k < K * K * C)[:, None] & (m < M)[None, :]
-        at = ((image * H + row) * W + col)[None, :] + (i * W + j)[:, None]
-        a = tl.load(x_ptr + at * C + c[:, None], mask=inside, other=0.0)
-        d = tl.load(dy_ptr + m[:, None] * O + o[None, :], mask=(m < M)[:, None] & (o < O)[None, :], other=0.0)
+        image, pixel = m // PIXELS, m % PIXELS
+        a = tl.load(x_ptr + (image * (C * K * PLANE) + pixel)[None, :] + offset[:, None],
+                    mask=(k < K * K * C)[:, None] & (m < M)[None, :], other=0.0)  # fmt: skip
+        d = tl.load(dy_ptr + (image * (O * PIXELS) + pixel)[:, None] + (o * PIXELS)[None, :],
+                    mask=(m < M)[:, None] & (o < O)[None, :], other=0.0)  # fmt: skip
         if HALF:
             acc = tl.dot(a.to(tl.bfloat16), d.to(tl.bfloat16), acc)
         else:
             acc = tl.dot(a, d, acc, input_precision=PRECISION)
-    out = part_ptr + (split * N + n) * (K * K * C) * O + k[:, None] * O + o[None, :]
+    out = part_ptr + (split * N + n) * (K * K * C) * O + o[None, :] * (K * K * C) + k[:, None]
     tl.store(out, acc, mask=(k < K * K * C)[:, None] & (o < O)[None, :])
+
+
+@triton.jit
+def _pool(x_ptr, y_ptr, where_ptr, TOTAL, H, W, HO, WO, C, BLOCK: tl.constexpr):
+    """y = relu(max of 2×2), channels last; `where` is the winner's number, 4 for none (nothing above zero)."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = at < TOTAL
+    c, p = at % C, at // C
+    col, row, image = p % WO, (p // WO) % HO, p // (WO * HO)
+    base = ((image.to(tl.int64) * H + 2 * row) * W + 2 * col) * C + c
+    a = tl.load(x_ptr + base, mask=live, other=0.0)
+    b = tl.load(x_ptr + base + C, mask=live, other=0.0)
+    d = tl.load(x_ptr + base + W * C, mask=live, other=0.0)
+    e = tl.load(x_ptr + base + W * C + C, mask=live, other=0.0)
+    best, which = a, tl.zeros_like(at)
+    which = tl.where((b > best) | (b != b), 1, which)
+    best = tl.where((b > best) | (b != b), b, best)
+    which = tl.where((d > best) | (d != d), 2, which)
+    best = tl.where((d > best) | (d != d), d, best)
+    which = tl.where((e > best) | (e != e), 3, which)
+    best = tl.where((e > best) | (e != e), e, best)
+    which = tl.where(best <= 0.0, 4, which)
+    tl.store(y_ptr + at, tl.where(best <= 0.0, 0.0, best), mask=live)
+    tl.store(where_ptr + at, which.to(tl.int8), mask=live)
+
+
+@triton.jit
+def _unpool(dy_ptr, where_ptr, dx_ptr, TOTAL, H, W, HO, WO, C, BLOCK: tl.constexpr):
+    """The gradient of `_pool`'s input: every input pixel asks whether it was its window's winner."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = at < TOTAL
+    c, p = at % C, at // C
+    col, row, image = p % W, (p // W) % H, p // (W * H)
+    inside = live & (col // 2 < WO) & (row // 2 < HO)
+    window = ((image.to(tl.int64) * HO + row // 2) * WO + col // 2) * C + c
+    which = tl.load(where_ptr + window, mask=inside, other=4)
+    dy = tl.load(dy_ptr + window, mask=inside, other=0.0)
+    tl.store(dx_ptr + at, tl.where(which == (row % 2) * 2 + col % 2, dy, 0.0), mask=live)
 
 
 @triton.jit
@@ -111,48 +152,78 @@ class FusedConvolution:
 
     half = False  # products in bfloat16, sums in float32
     splits_for = 528  # blocks that keep a large GPU busy
+    conv_tile = (128, 32, 64, 4, 3)  # pixels, depth, channels of a block; warps, stages of its pipeline
+    grad_tile = (64, 64, 64, 4, 3)
 
     def __init__(self, n: int, padding: int) -> None:
         self.n, self.padding = n, padding
 
     def convolve(self, x: Tensor, w: Tensor, b: Tensor | None, padding: int) -> Tensor:
-        """w (n, k, k, C, O), contiguous."""
-        n, k, _, channels, outputs = w.shape
+        """w (n, O, k, k, C), contiguous: tensor cores want the summed axis innermost."""
+        n, outputs, k, _, channels = w.shape
         images, _, height, width = x.shape
         ho, wo = height + 2 * padding - k + 1, width + 2 * padding - k + 1
         x = x.contiguous(memory_format=torch.channels_last)
         y = torch.empty(images, outputs, ho, wo, device=x.device, memory_format=torch.channels_last)
         m = images // n * ho * wo
-        tile: dict[str, Any] = {"BM": 128, "BK": block(k * k * channels, 32), "BO": block(outputs, 64)}
+        bm, bk, bo, warps, stages = self.conv_tile
+        tile: dict[str, Any] = {"BM": bm, "BK": block(k * k * channels, bk), "BO": block(outputs, bo)}
         grid = (triton.cdiv(m, tile["BM"]), triton.cdiv(outputs, tile["BO"]), n)
         _conv[grid](x, w, b if b is not None else w, y, m, height, width, ho, wo, padding, C=channels, O=outputs, K=k,
-                    BIAS=b is not None, PRECISION=precision(), HALF=self.half, num_warps=4, num_stages=3, **tile)  # fmt: skip
+                    BIAS=b is not None, PRECISION=precision(), HALF=self.half, num_warps=warps, num_stages=stages, **tile)  # fmt: skip
         return y
 
     def forward(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         bias = b.contiguous() if b is not None else None
-        return self.convolve(x, w.permute(0, 3, 4, 2, 1).contiguous(), bias, self.padding)
+        return self.convolve(x, w.permute(0, 1, 3, 4, 2).contiguous(), bias, self.padding)
 
     def input_gradient(self, x: Tensor, dy: Tensor, w: Tensor) -> Tensor:
-        turned = w.flip(3, 4).permute(0, 3, 4, 1, 2).contiguous()
+        turned = w.flip(3, 4).permute(0, 2, 3, 4, 1).contiguous()
         return self.convolve(dy, turned, None, w.shape[-1] - 1 - self.padding)
 
     def weight_gradient(self, x: Tensor, dy: Tensor, dw: Tensor) -> None:
         n, outputs, channels, k, _ = dw.shape
         images, _, height, width = x.shape
         ho, wo = dy.shape[2:]
-        x, dy = x.contiguous(memory_format=torch.channels_last), dy.contiguous(memory_format=torch.channels_last)
+        padded = functional.pad(x, (self.padding,) * 4).contiguous()
+        shifted = padded.unfold(3, wo, 1).transpose(2, 3).contiguous()  # (images, C, k, H + 2p, WO)
+        dy = dy.contiguous()
         m, depth = images // n * ho * wo, k * k * channels
-        tile: dict[str, Any] = {"BM": 32, "BK": block(depth, 64), "BO": block(outputs, 64)}
+        bm, bk, bo, warps, stages = self.grad_tile
+        tile: dict[str, Any] = {"BM": bm, "BK": block(depth, bk), "BO": block(outputs, bo)}
         tiles = triton.cdiv(depth, tile["BK"]) * triton.cdiv(outputs, tile["BO"])
         splits = max(1, min(triton.cdiv(m, 4 * tile["BM"]), triton.cdiv(self.splits_for, tiles * n)))
         span = triton.cdiv(triton.cdiv(m, splits), tile["BM"]) * tile["BM"]
         splits = triton.cdiv(m, span)
-        part = x.new_empty(splits, n, depth, outputs)
+        part = x.new_empty(splits, n, outputs, depth)
         grid = (triton.cdiv(depth, tile["BK"]), triton.cdiv(outputs, tile["BO"]), splits * n)
-        _weight_gradient[grid](x, dy, part, m, span, height, width, ho, wo, self.padding, n, C=channels, O=outputs, K=k,
-                               PRECISION=precision(), HALF=self.half, num_warps=4, num_stages=3, **tile)  # fmt: skip
-        dw.copy_(part.sum(0).view(n, k, k, channels, outputs).permute(0, 4, 3, 1, 2))
+        _weight_gradient[grid](shifted, dy, part, m, span, n, C=channels, O=outputs, K=k, PIXELS=ho * wo, WO=wo,
+                               PLANE=(height + 2 * self.padding) * wo, PRECISION=precision(), HALF=self.half, num_warps=warps, num_stages=stages, **tile)  # fmt: skip
+        dw.copy_(part.sum(0).view(n, outputs, channels, k, k))
+
+
+class FusedPool:
+    """ReLU and 2×2 max pooling in one pass each way; the pool's window numbers are all that is kept."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.contiguous(memory_format=torch.channels_last)
+        self.shape = images, channels, height, width = x.shape
+        ho, wo = height // 2, width // 2
+        y = torch.empty(images, channels, ho, wo, device=x.device, memory_format=torch.channels_last)
+        self.where = torch.empty(y.numel(), dtype=torch.int8, device=x.device)
+        _pool[(triton.cdiv(y.numel(), 1024),)](x, y, self.where, y.numel(), height, width, ho, wo, channels, BLOCK=1024)
+        return y
+
+    def backward(self, dy: Tensor, need: bool) -> Tensor:
+        if not need:
+            return dy
+        images, channels, height, width = self.shape
+        dy = dy.contiguous(memory_format=torch.channels_last)
+        dx = torch.empty(self.shape, device=dy.device, memory_format=torch.channels_last)
+        _unpool[(triton.cdiv(dx.numel(), 1024),)](
+            dy, self.where, dx, dx.numel(), height, width, height // 2, width // 2, channels, BLOCK=1024
+        )
+        return dx
 
 
 def fused_step(w: Tensor, g: Tensor, rate: Tensor, own: Tensor, prox: Tensor, start: Tensor, shift: Tensor | None,

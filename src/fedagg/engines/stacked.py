@@ -7,7 +7,7 @@ update reads them, with no autograd, no module calls and no copies. Activations 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +18,17 @@ from fedagg.engines.conv import Convolution, make_convolution
 aten = torch.ops.aten
 
 
-class Layer:
+class Layer(Protocol):
     """One layer of the stack: `forward` keeps what `backward` needs; `backward` fills the gradients of its weights."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        raise AssertionError("every layer has a forward")
+    def forward(self, x: Tensor) -> Tensor: ...
 
     def backward(self, dy: Tensor, need: bool) -> Tensor:
         """The gradient of the layer's input; where it is not needed (the first layers), anything."""
-        raise AssertionError("every layer has a backward")
+        ...
 
 
-class Flatten(Layer):
+class Flatten:
     def __init__(self, n: int) -> None:
         self.n = n
 
@@ -42,7 +41,7 @@ class Flatten(Layer):
         return dx.contiguous(memory_format=torch.channels_last) if self.format and need else dx
 
 
-class Linear(Layer):
+class Linear:
     def __init__(self, w: Tensor, b: Tensor | None, dw: Tensor, db: Tensor | None) -> None:
         self.w, self.b, self.dw, self.db = w, b, dw, db
 
@@ -58,7 +57,7 @@ class Linear(Layer):
         return torch.bmm(dy, self.w) if need else dy
 
 
-class Conv(Layer):
+class Conv:
     def __init__(self, kernel: Convolution, w: Tensor, b: Tensor | None, dw: Tensor, db: Tensor | None) -> None:
         self.kernel, self.w, self.b, self.dw, self.db = kernel, w, b, dw, db
 
@@ -75,7 +74,7 @@ class Conv(Layer):
         return self.kernel.input_gradient(self.x, dy, self.w) if need else dy
 
 
-class ReLU(Layer):
+class ReLU:
     def forward(self, x: Tensor) -> Tensor:
         self.y = x.relu_()
         return self.y
@@ -84,10 +83,11 @@ class ReLU(Layer):
         return aten.threshold_backward(dy, self.y, 0) if need else dy  # type: ignore[no-any-return]
 
 
-class MaxPool(Layer):
+class MaxPool:
     def __init__(self, module: nn.MaxPool2d) -> None:
         self.options = [pair(v) for v in (module.kernel_size, module.stride, module.padding, module.dilation)]
         self.ceil = module.ceil_mode
+        self.halves = self.options == [[2, 2], [2, 2], [0, 0], [1, 1]] and not self.ceil
 
     def forward(self, x: Tensor) -> Tensor:
         self.x = x
@@ -101,7 +101,7 @@ class MaxPool(Layer):
         return dx
 
 
-class MeanPool(Layer):
+class MeanPool:
     """Average over the whole image, `AdaptiveAvgPool2d(1)`."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ class MeanPool(Layer):
         return (dy / area).expand(self.shape).contiguous(memory_format=torch.channels_last) if need else dy
 
 
-class Dropout(Layer):
+class Dropout:
     """Every client and sample draws its own mask."""
 
     def __init__(self, p: float) -> None:
@@ -174,7 +174,7 @@ class StackedNetwork:
             if layer is not None:
                 self.layers.append(layer)
         self.first = next(i for i, layer in enumerate(self.layers) if isinstance(layer, Linear | Conv))
-        self.commute()
+        self.pair_up(fused=conv == "fused")
 
     def layer(self, module: nn.Module, name: str, w: dict[str, Tensor], g: dict[str, Tensor], conv: str) -> Layer | None:
         if isinstance(module, nn.Linear | nn.Conv2d):
@@ -194,11 +194,18 @@ class StackedNetwork:
             return Dropout(module.p)
         return None
 
-    def commute(self) -> None:
-        """ReLU and max pooling may change places, to the same result: pooling first leaves a quarter to rectify."""
-        for i in range(len(self.layers) - 1):
-            if isinstance(self.layers[i], ReLU) and isinstance(self.layers[i + 1], MaxPool):
-                self.layers[i], self.layers[i + 1] = self.layers[i + 1], self.layers[i]
+    def pair_up(self, fused: bool) -> None:
+        """ReLU and max pooling may change places, to the same result: pooling first leaves a quarter to rectify. Where there is a
+        kernel that does both at once, use it."""
+        for i in range(len(self.layers) - 2, -1, -1):
+            relu, pool = self.layers[i : i + 2]
+            if isinstance(relu, ReLU) and isinstance(pool, MaxPool):
+                if fused and pool.halves:
+                    from fedagg.engines.fused import FusedPool
+
+                    self.layers[i : i + 2] = [FusedPool()]
+                else:
+                    self.layers[i : i + 2] = [pool, relu]
 
     @torch.no_grad()
     def gradient(self, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:

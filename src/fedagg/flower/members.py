@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from logging import INFO, WARNING
+from logging import INFO, WARNING, getLogger
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
-from flwr.common.logger import log
 from flwr.serverapp import Grid
 
 from fedagg import seeding
 from fedagg.flat import Layout
+
+log = getLogger("flwr").log
 
 
 @dataclass
@@ -20,7 +21,7 @@ class Members:
     """The connected nodes by the number of their partition, so that a client is the same whatever id its node has today."""
 
     layout: Layout
-    timeout: float
+    timeout: float = 120.0  # seconds for a node's first answer: it may have to load its data
     nodes: dict[int, int] = field(default_factory=dict)  # client -> node
     sizes: dict[int, int] = field(default_factory=dict)  # client -> samples
     refused: dict[int, str] = field(default_factory=dict)  # node -> why

@@ -27,6 +27,10 @@ class BadAnswer(Exception):
     """An answer that cannot be used, and why, in a few words for the record."""
 
 
+class TooFew(Exception):
+    """Fewer nodes than the quorum gave a usable answer: the round is skipped, and nothing is learnt from it."""
+
+
 @dataclass(frozen=True)
 class Order:
     """What a node is asked to do."""
@@ -40,6 +44,7 @@ class Order:
     accepted: tuple[int, int]  # round and pass of the node's last answer that counted
     method: str
     options: dict[str, Any]
+    veil: float = 0.0  # under secure aggregation, what sample counts are divided by
 
 
 def arrays(model: Model) -> ArrayRecord:
@@ -122,7 +127,7 @@ def write_order(order: Order, packed: Packed | None) -> tuple[ArrayRecord, Confi
 
 def read_order(content: RecordDict, layout: Layout) -> Order:
     model = read_model(one(content.array_records), layout)
-    config: Any = one(content.config_records)
+    config: Any = content.config_records["config"]
     epochs, rows, bits = int(config["epochs"]), int(config["field-rows"]), int(config["field-bits"])
     field = None
     if rows and bits < EXACT:
@@ -156,6 +161,7 @@ def read_order(content: RecordDict, layout: Layout) -> Order:
         accepted=(int(config["accepted"][0]), int(config["accepted"][1])),
         method=str(config.get("method", "")),
         options=json.loads(config.get("options", "{}")),
+        veil=float(config.get("veil", 0.0)),
     )
 
 

@@ -10,12 +10,12 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from logging import INFO, WARNING
+from functools import partial
+from logging import INFO, WARNING, getLogger
 from pathlib import Path
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
-from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import nn
@@ -32,15 +32,12 @@ from fedagg.flat import Layout, Model
 from fedagg.flower import messages
 from fedagg.flower.conversation import Conversation
 from fedagg.flower.members import Members
-from fedagg.flower.messages import BadAnswer, Order
+from fedagg.flower.messages import BadAnswer, Order, TooFew
 from fedagg.quantize import Downlink
 
+log = getLogger("flwr").log
 NEVER = (-1, -1)
 Ask = Callable[[list[Message]], list[Message]]
-
-
-class TooFew(Exception):
-    """Fewer nodes than the quorum gave a usable answer: the round is skipped, and nothing is learnt from it."""
 
 
 @dataclass
@@ -55,14 +52,17 @@ class Remote:
 
     def run(self, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> Iterator[Chunk]:
         strategy, chunks = self.strategy, dict[int, Chunk]()
-        replies = strategy.ask([strategy.order(model, work, job, self.t, self.step) for job in jobs])
+        orders = {job.client: strategy.order(model, work, job, self.t, self.step) for job in jobs}
+        replies = strategy.ask(list(orders.values()))
         self.step += 1
+        # An error that Flower reports for a node does not always come from the node: what it is a reply to says whom it is about.
+        sent = {order.metadata.message_id: client for client, order in orders.items()}
         wanted = {job.client: job for job in jobs}
         for client in wanted:
             self.left_out[client] = "no answer in time"
         for reply in replies:
-            client = strategy.members.client(reply.metadata.src_node_id)
-            if client is None or client not in wanted:
+            client = sent.get(reply.metadata.reply_to_message_id)
+            if client is None:
                 continue
             if client in chunks:
                 strategy.remark(client, "answered twice; the first answer counts")
@@ -91,6 +91,7 @@ class Turn:
     began: float
     talk: Conversation[list[Message], list[Message], Model] | None = None
     remarks: dict[int, str] = field(default_factory=dict)
+    skipped: bool = True  # until there is a new model
 
 
 class FedAggStrategy(Strategy):
@@ -102,6 +103,7 @@ class FedAggStrategy(Strategy):
         out: the run folder on the server. One that holds a run already is gone on with.
         timeout: seconds that a node has for its answer.
         quorum: usable answers that a round needs; with fewer it is skipped.
+        secure: aggregate under Flower's SecAgg+; the ClientApp needs `mods=[secaggplus_mod]`.
     """
 
     def __init__(
@@ -112,11 +114,15 @@ class FedAggStrategy(Strategy):
         out: str | Path | None = None,
         timeout: float = 3600.0,
         quorum: int = 1,
+        secure: bool = False,
     ) -> None:
         self.module, self.config, self.timeout, self.quorum = module, config, timeout, quorum
+        self.secure = secure
         self.layout = Layout(module)
         if self.layout.d == 0:
             raise SettingError("model", type(module).__name__, "has no trainable parameters")
+        if secure and self.layout.b:
+            raise SettingError("secure", True, "needs a model without buffers; use group instead of batch normalisation")
         self.local = Local(
             epochs=config.epochs,
             batch_size=config.batch_size,
@@ -125,7 +131,7 @@ class FedAggStrategy(Strategy):
             weight_decay=config.weight_decay,
             clip=config.clip,
         )
-        self.members = Members(self.layout, timeout=min(timeout, 120.0))
+        self.members = Members(self.layout)
         self.downlink = Downlink(config.downlink_bits, config.seed)
         self.algorithm = algorithms.build(config.method, config.model_dump())
         known = {f.name for f in fields(self.algorithm) if f.init}
@@ -140,6 +146,7 @@ class FedAggStrategy(Strategy):
         self.extra = ConfigRecord()
         self.ask: Ask = list
         self.prepared = False
+        self.about: list[dict[str, Any]] = []  # this process's lines of clients.jsonl
         form = repr((self.layout.parameters, self.layout.buffers))
         self.identity = {"model": hashlib.blake2b(form.encode(), digest_size=16).hexdigest()}
         folder = Path(out) if out is not None else None
@@ -193,20 +200,20 @@ class FedAggStrategy(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         assert self.turn is not None
         assert self.grid is not None
-        turn, talk, skipped = self.turn, self.turn.talk, False
+        turn, talk = self.turn, self.turn.talk
         if talk is not None and talk.question is not None:
             try:
                 talk.answer(list(replies))
                 while talk.question is not None:  # a method that asks more than once a round
                     talk.answer(list(self.grid.send_and_receive(talk.question, timeout=self.timeout)))
             except TooFew:
-                skipped = True
                 causes = ", ".join(f"client {k}: {v}" for k, v in sorted(turn.clients.left_out.items()))
                 log(WARNING, "round %s is skipped: under %s usable answers (%s)", turn.t + 1, self.quorum, causes)
             except NoClients:
-                skipped = True
-        if talk is None or skipped or talk.result is None:
+                log(WARNING, "round %s leaves the model as it was: not one answer is valid", turn.t + 1)
+        if talk is None or talk.result is None:
             return None, None
+        turn.skipped = False
         for client, why in sorted(turn.clients.left_out.items()):
             log(WARNING, "round %s goes on without client %s: %s", turn.t + 1, client, why)
         self.now = talk.result
@@ -234,7 +241,7 @@ class FedAggStrategy(Strategy):
         """The nodes' own test results, weighted by their test samples; and the end of the round: record and checkpoint."""
         assert self.turn is not None
         turn, self.turn = self.turn, None
-        row = describe(turn.t, turn.clients, self.algorithm)
+        row = describe(turn.t, turn.clients, self.algorithm) | ({"unchanged": True} if turn.skipped else {})
         scores: dict[int, tuple[float, float, float]] = {}
         for reply in replies:
             client = self.members.client(reply.metadata.src_node_id)
@@ -252,6 +259,7 @@ class FedAggStrategy(Strategy):
         about = describe_clients(turn.t, turn.clients) | {"nodes": self.members.names(turn.clients.ids)}
         if turn.remarks:
             about["remarks"] = {str(client): text for client, text in sorted(turn.remarks.items())}
+        self.about.append(about)
         self.book.round(row, about)
         self.done, self.seconds = turn.t + 1, self.seconds + row["seconds"]
         self.book.checkpoint(self.snapshot())
@@ -271,7 +279,12 @@ class FedAggStrategy(Strategy):
 
     def participants(self, t: int) -> Clients:
         left_out: dict[int, str] = {}
-        return Clients(
+        kind: Callable[..., Clients] = Clients
+        if self.secure:
+            from fedagg.flower.secagg import VeiledClients  # stands on the older half of Flower: nothing else should need it
+
+            kind = partial(VeiledClients, strategy=self)
+        return kind(
             engine=Remote(self, t, left_out),
             t=t,
             ids=self.members.sample(self.config.seed, t, self.config.per_round),

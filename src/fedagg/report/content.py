@@ -119,13 +119,23 @@ def gather(paths: Sequence[Path]) -> Content:
 
 
 def grouped(trials: Sequence[Trial]) -> list[Group]:
+    """By setting and method; what else differs between runs of a method becomes part of its name."""
     groups: dict[str, Group] = {}
+    alike: dict[tuple[str, str], list[Trial]] = {}
     for trial in trials:
-        group = groups.setdefault(setting(trial.config), Group(setting(trial.config)))
-        name = series_name(trial.config, trials)
-        series = group.series.setdefault(name, Series(name))
-        if all(other.config.seed != trial.config.seed for other in series.trials):
-            series.trials.append(trial)
+        where = setting(trial.config)
+        groups.setdefault(where, Group(where))
+        alike.setdefault((where, trial.config.method), []).append(trial)
+    for (where, method), same in alike.items():
+        settings = [trial.config.model_dump(exclude=TOLD | UNTOLD) for trial in same]
+        differ = [k for k in settings[0] if any(one[k] != settings[0][k] for one in settings)]
+        for trial, own in zip(same, settings, strict=True):
+            name = " ".join([method_name(method), *(f"{k} {own[k]}" for k in differ)])
+            series = groups[where].series.setdefault(name, Series(name))
+            if all(other.config.seed != trial.config.seed for other in series.trials):
+                series.trials.append(trial)
+    for group in groups.values():  # FedAgg first, so that it has the same colour everywhere
+        group.series = dict(sorted(group.series.items(), key=lambda item: not item[0].startswith("FedAgg")))
     return list(groups.values())
 
 
@@ -138,14 +148,6 @@ def setting(config: Config) -> str:
 # What tells settings apart or has a column of its own, and what has no bearing on the outcome.
 TOLD = {"dataset", "model", "partition", "sigma", "participation", "clients", "rounds", "seed", "algorithm", "variant"}
 UNTOLD = {"device", "engine", "threads", "chunk", "data_dir", "checkpoint_every", "client_memory", "eval_every"}
-
-
-def series_name(config: Config, trials: Sequence[Trial]) -> str:
-    """The method, and what else sets this run apart from the others of the method in the same setting."""
-    alike = [t.config for t in trials if t.config.method == config.method and setting(t.config) == setting(config)]
-    mine = config.model_dump()
-    extra = [k for k in mine if k not in TOLD | UNTOLD and any(getattr(other, k) != mine[k] for other in alike)]
-    return " ".join([method_name(config.method), *(f"{k} {mine[k]}" for k in extra)])
 
 
 def from_cell(cell: Measured) -> Trial:

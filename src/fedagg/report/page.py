@@ -90,7 +90,7 @@ def parts(content: Content, drawn: dict[str, Any]) -> list[tuple[str, str, str]]
         epoch = '<label>epoch <select id="rate-epoch"></select></label>'
         maps = figure("chart-rate-map") + figure("chart-rate-bands") + figure("chart-moved-map")
         body = f'<p class="choose">{names} {epoch}</p><div class="charts">{maps}</div>'
-        found.append(("rates", "Learning rates and drift by client", body))
+        found.append(("rates", "Learning rates and drift by client", some(content, drawn["rates"]) + body))
     if drawn["partitions"]:
         names = chooser("partition", "split", [one["name"] for one in drawn["partitions"]])
         body = f'<p class="choose">{names}</p><div class="charts">{figure("chart-partition")}</div>'
@@ -98,6 +98,12 @@ def parts(content: Content, drawn: dict[str, Any]) -> list[tuple[str, str, str]]
     found.append(("configuration", "Configuration", tables.configuration(content)))
     found.append(("environment", "Environment", tables.environment(content)))
     return found
+
+
+def some(content: Content, shown: list[Any]) -> str:
+    """Says so when there are more runs than the page has maps for."""
+    known = sum(trial.run is not None for trial in content.trials)
+    return f"<p>The first {len(shown)} of {known} runs.</p>" if known > len(shown) else ""
 
 
 def figure(key: str) -> str:

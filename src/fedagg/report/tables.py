@@ -16,27 +16,27 @@ Cell = tuple[str, float | str | None, bool]  # text, what to sort by, whether it
 
 def results(content: Content) -> str:
     """One row a method in a setting: mean ± standard deviation over seeds, and what it cost."""
-    heads = ["setting", "method", "seeds", "accuracy (%)", "best (%)", "loss", "samples", "MB sent", "seconds"]
+    heads = ["method", "accuracy (%)", "best (%)", "loss", "samples", "MB sent", "seconds", "seeds"]
+    several = len(content.groups) > 1
     rows = []
     for group in content.groups:
         ends = {name: one.mean(t.accuracy for t in one.trials)[0] for name, one in group.series.items()}
         top = max((value for value in ends.values() if value is not None), default=None)
         for name, one in group.series.items():
-            rows.append(
-                [
-                    plain(group.name),
-                    plain(name),
-                    (str(len(one.trials)), len(one.trials), False),
-                    spread(one, [100 * t.accuracy for t in one.trials], bold=ends[name] == top),
-                    spread(one, [100 * t.best for t in one.trials]),
-                    spread(one, [t.loss for t in one.trials], digits=4),
-                    amount(one, "work", "{:,.0f}"),
-                    amount(one, "bytes", "{:,.1f}", 1e-6),
-                    amount(one, "seconds", "{:,.1f}"),
-                ]
-            )
-    caption = "After the last round: mean ± standard deviation over seeds; bold is the best of a setting."
-    return html(caption, heads, rows, words=2)
+            row = [
+                plain(name),
+                spread(one, [100 * t.accuracy for t in one.trials], bold=ends[name] == top),
+                spread(one, [100 * t.best for t in one.trials]),
+                spread(one, [t.loss for t in one.trials], digits=4),
+                amount(one, "work", "{:,.0f}"),
+                amount(one, "bytes", "{:,.1f}", 1e-6),
+                amount(one, "seconds", "{:,.1f}"),
+                (str(len(one.trials)), len(one.trials), False),
+            ]
+            rows.append([*row, plain(group.name)] if several else row)
+    where = "" if several else f"{content.groups[0].name}. "
+    caption = f"{where}After the last round: mean ± standard deviation over seeds; bold is the best of a setting."
+    return html(caption, [*heads, "setting"] if several else heads, rows, words=1)
 
 
 def spread(one: Series, values: Sequence[float], digits: int = 2, bold: bool = False) -> Cell:
@@ -124,7 +124,7 @@ def html(caption: str, heads: Sequence[str], rows: Sequence[Sequence[Cell]], wor
     body = "\n".join(f"<tr>{''.join(cell(one, i >= words) for i, one in enumerate(row))}</tr>" for row in rows)
     return (
         f'<div class="table" tabindex="0" role="region" aria-label="{escape(caption, quote=True)}">'
-        f"<table><caption>{escape(caption)}</caption><thead><tr>{top}</tr></thead><tbody>\n{body}\n</tbody></table></div>"
+        f"<table><caption><span>{escape(caption)}</span></caption><thead><tr>{top}</tr></thead><tbody>\n{body}\n</tbody></table></div>"
     )
 
 

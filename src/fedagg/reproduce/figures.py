@@ -37,7 +37,7 @@ def draw(spec: Spec, store: Store, folder: Path, formats: Sequence[str]) -> list
 def curves(
     spec: Spec, store: Store, rows: Sequence[Row], participation: float, paths: Sequence[Path], title: str
 ) -> list[Path]:
-    """Accuracy above loss, a column for every distribution, mean and standard deviation over seeds."""
+    """Accuracy above loss (beside it, if alone), a column a distribution; mean and standard deviation over seeds."""
     accuracy, loss = [], []
     for row in rows:
         found = list(measured(spec, store, row, participation))
@@ -47,7 +47,7 @@ def curves(
         loss.append(Panel(row.distribution, "round", "test loss", bottom))
     if not any(panel.series for panel in accuracy):
         return []
-    return plots.panels([accuracy, loss], paths, title)
+    return plots.panels([accuracy, loss] if len(rows) > 1 else [accuracy + loss], paths, title)
 
 
 def measured(spec: Spec, store: Store, row: Row, participation: float) -> Iterator[tuple[int, str, list[Measured]]]:

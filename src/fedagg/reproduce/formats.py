@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Iterable
 from itertools import groupby
 
 from rich import box
@@ -58,6 +59,11 @@ def order(line: Line) -> str:
     return "" if not ranked else "holds" if held == ranked else f"{held}/{ranked}"
 
 
+def has_order(table: Table) -> bool:
+    """Whether there is anything to compare the paper's order with."""
+    return any(line.order[1] for line in table.lines)
+
+
 def clients(line: Line) -> str:
     return f"{100 * line.participation:g} %"
 
@@ -75,7 +81,7 @@ def render(table: Table, form: str, console: Console | None = None) -> str:
 
 def text(table: Table, width: int = 120) -> RenderableType:
     """For the terminal: methods that do not fit beside each other go into further blocks below."""
-    ranked = any(line.order[1] for line in table.lines)
+    ranked = has_order(table)
     room = max(1, (width - 52) // 15)
     blocks = [table.methods[i : i + room] for i in range(0, len(table.methods), room)]
     parts: list[RenderableType] = []
@@ -104,35 +110,42 @@ def two_lines(line: Line, method: str) -> Text:
 
 
 def markdown(table: Table) -> str:
-    head = ["setting", "split", "clients", *(name(m) for m in table.methods), "paper's order"]
-    rows = [f"| {' | '.join(head)} |", f"|---|---|---|{'---:|' * len(table.methods)}---|"]
+    ranked = has_order(table)
+    head = ["setting", "split", "clients", *(name(m) for m in table.methods), *(["paper's order"] if ranked else [])]
+    rows = [f"| {' | '.join(head)} |", f"|---|---|---|{'---:|' * len(table.methods)}{'---|' if ranked else ''}"]
     for line in table.lines:
         cells = []
         for method in table.methods:
             entry = line.entries[method]
             value = f"**{ours(entry)}**" if method == line.best else ours(entry)
             cells.append(f"{value}<br><sub>{theirs(entry)}</sub>" if theirs(entry) else value)
-        rows.append(f"| {' | '.join([line.row.label, line.row.distribution, clients(line), *cells, order(line)])} |")
+        about = [line.row.label, line.row.distribution, clients(line)]
+        rows.append(f"| {' | '.join([*about, *cells, *([order(line)] if ranked else [])])} |")
     return "\n".join([*rows, "", " ".join(table.notes())]) + "\n"
 
 
 def latex(table: Table) -> str:
     """Needs the package booktabs; two lines a setting, ours above the paper's."""
-    columns = "lll" + "r" * len(table.methods) + "l"
-    head = " & ".join(tex(x) for x in ("Setting", "Split", "Clients", *(name(m) for m in table.methods), "Order"))
-    rows = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", rf"{head} \\", r"\midrule"]
+    ranked = has_order(table)
+    heads = ["Setting", "Split", "Clients", *(name(m) for m in table.methods), *(["Order"] if ranked else [])]
+    columns = "lll" + "r" * len(table.methods) + ("l" if ranked else "")
+    rows = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", tex_row(tex(head) for head in heads), r"\midrule"]
     for number, (label, lines) in enumerate(groupby(table.lines, key=lambda line: line.row.label)):
         if number:
             rows.append(r"\midrule")
         for line in lines:
-            values = [line.entries[m] for m in table.methods]
-            own = [rf"\textbf{{{tex(ours(e))}}}" if m == line.best else tex(ours(e)) for m, e in line.entries.items()]
-            theirs_ = [rf"{{\footnotesize {tex(theirs(e))}}}" if theirs(e) else "" for e in values]
-            rows.append(
-                " & ".join([*map(tex, (label, line.row.distribution, clients(line))), *own, tex(order(line))]) + r" \\"
-            )
-            rows.append(" & ".join(["", r"\footnotesize paper", "", *theirs_, ""]) + r" \\")
+            entries = [(m, line.entries[m]) for m in table.methods]
+            own = [rf"\textbf{{{tex(ours(e))}}}" if m == line.best else tex(ours(e)) for m, e in entries]
+            about = [tex(x) for x in (label, line.row.distribution, clients(line))]
+            rows.append(tex_row([*about, *own, *([order(line)] if ranked else [])]))
+            if any(theirs(e) for _, e in entries):
+                below = [rf"{{\footnotesize {tex(theirs(e))}}}" if theirs(e) else "" for _, e in entries]
+                rows.append(tex_row(["", r"{\footnotesize paper}", "", *below, *([""] if ranked else [])]))
     return "\n".join([*rows, r"\bottomrule", r"\end{tabular}", *(f"% {note}" for note in table.notes())]) + "\n"
+
+
+def tex_row(cells: Iterable[str]) -> str:
+    return " & ".join(cells) + r" \\"
 
 
 def tex(value: str) -> str:

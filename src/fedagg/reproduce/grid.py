@@ -14,6 +14,7 @@ from fedagg.config import Config, resolve
 from fedagg.errors import SettingError, unknown
 
 FOLDER = Path(__file__).resolve().parent.parent / "experiments" / "paper"
+QUICK = FOLDER.parent / "quick.toml"
 KINDS = ("table", "curves", "bars", "partition")
 
 
@@ -85,9 +86,9 @@ def names() -> list[str]:
 
 def load(name: str) -> Spec:
     """The specification of that name, or the one in a TOML file of your own."""
-    path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
-    if not name.endswith(".toml") and name not in names():
-        raise unknown("experiment", name, [*names(), "all"])
+    path = Path(name) if name.endswith(".toml") else QUICK if name == "quick" else FOLDER / f"{name}.toml"
+    if not name.endswith(".toml") and name not in (*names(), "quick"):
+        raise unknown("experiment", name, [*names(), "all", "quick"])
     try:
         text = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

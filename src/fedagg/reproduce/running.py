@@ -202,7 +202,7 @@ def why_missing(name: str, data_dir: str | None) -> str:
     """Nothing when the data is there or can be brought; else why not."""
     try:
         data.fetch(name, data_dir)
-    except FedaggError as error:
+    except (FedaggError, ImportError) as error:
         return str(error)
     return ""
 

@@ -66,9 +66,9 @@ class Line:
 
     @property
     def whole(self) -> bool:
-        """Whether everything that the paper reports in this setting was measured here, FedAgg included."""
+        """Whether FedAgg and all of the others here that the paper reports in this setting were measured."""
         reported = {m: e for m, e in self.entries.items() if e.theirs is not None and m != "fedagg-paper"}
-        return "fedagg" in reported and all(entry.ours for entry in reported.values())
+        return "fedagg" in reported and len(reported) > 1 and all(entry.ours for entry in reported.values())
 
     @property
     def paper_best(self) -> str | None:
@@ -103,7 +103,9 @@ class Table:
         if whole:
             ours = sum((line.best or "").startswith("fedagg") for line in whole)
             theirs = sum(line.paper_best == "fedagg" for line in whole)
-            text.append(f"FedAgg is best in {ours} of {len(whole)} settings here, in {theirs} of them in the paper.")
+            text.append(
+                f"Of these methods FedAgg is best in {ours} of {len(whole)} settings here, in {theirs} in the paper."
+            )
         if any(e.state == "not run" for line in self.lines for e in line.entries.values()):
             text.append("Cells marked “not run” were not measured here.")
         return text

@@ -1,0 +1,152 @@
+"""Secure aggregation: rounds in which the server learns sums of updates and nobody's own.
+
+Every method here needs of the clients' vectors only three averages, and of each client a few numbers. Under Flower's SecAgg+ the vectors
+are masked on the nodes, so that only their sums can be read. Flower's protocol is written for its older strategies; what it asks of
+one, `Veil` answers.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
+from flwr.common import Code, FitIns, FitRes, Parameters, Status, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.compat.common.recorddict_compat import fitres_to_recorddict
+from flwr.server import LegacyContext
+from flwr.server.workflow import SecAggPlusWorkflow
+from torch import Tensor
+
+from fedagg import wire
+from fedagg.aggregate import judge
+from fedagg.clients import Clients, Outcome
+from fedagg.engines.base import Chunk, Work
+from fedagg.flat import Model
+from fedagg.flower.messages import TooFew
+
+if TYPE_CHECKING:
+    from fedagg.flower.strategy import FedAggStrategy
+
+CLIP = 8.0  # numbers beyond are cut off before they are masked
+VECTORS = 3
+
+
+def veiled_answer(chunk: Chunk, work: Work, samples: int, typical: float) -> RecordDict:
+    """On the node: the three vectors to be masked, and the numbers that go in the clear.
+
+    SecAgg+ averages by sample counts. What is to be averaged plainly is divided by the node's own count first.
+    """
+    delta, share = chunk.delta[0], typical / samples
+    vectors = [delta, share * delta, share * delta / chunk.travel[0]]
+    along = chunk.delta @ work.field.T if work.field is not None else chunk.delta[:, :0]
+    numbers = {
+        "loss": float(chunk.loss[0]),
+        "first": float(chunk.first[0]),
+        "steps": int(chunk.steps[0]),
+        "norm2": float(delta.double().square().sum()),
+        "along": json.dumps(along[0].tolist()),
+        "rates": json.dumps(chunk.rates[0].tolist()),
+    }
+    parameters = ndarrays_to_parameters([torch.stack(vectors).cpu().double().numpy()])
+    return fitres_to_recorddict(FitRes(Status(Code.OK, ""), parameters, samples, numbers), keep_input=False)
+
+
+@dataclass(frozen=True)
+class Proxy:
+    node_id: int
+
+
+@dataclass
+class Veil:
+    """What the protocol wants of a strategy: whom to ask, and where to put the result."""
+
+    orders: dict[int, RecordDict]  # by node
+    answers: dict[int, FitRes] = field(default_factory=dict)
+
+    def configure_fit(self, *_: Any) -> list[tuple[Proxy, FitIns]]:
+        return [(Proxy(node), FitIns(Parameters([], ""), {})) for node in self.orders]
+
+    def aggregate_fit(self, _: int, results: list[tuple[Proxy, FitRes]], failures: Any) -> tuple[None, dict[str, Any]]:
+        self.answers = {proxy.node_id: answer for proxy, answer in results}
+        return None, {}
+
+
+class Workflow(SecAggPlusWorkflow):  # type: ignore[misc]
+    """Flower's SecAgg+, with our orders in the place of its own."""
+
+    def setup_stage(self, grid: Any, context: Any, state: Any) -> bool:
+        ready = bool(super().setup_stage(grid, context, state))
+        state.nid_to_fitins = dict(context.strategy.orders)
+        return ready
+
+
+@dataclass
+class VeiledClients(Clients):
+    """Participants whose updates the server sees in sums only. One bad update cannot be taken out again: it spoils the round."""
+
+    strategy: FedAggStrategy | None = None
+
+    def train(self, work: Work, model: Model | None = None) -> Outcome:
+        strategy = self.strategy
+        assert strategy is not None
+        assert strategy.grid is not None
+        strategy.ask([])  # the protocol has its own four rounds of messages: wait for the strategy's turn to receive
+        model, work = model or self.model, self.downlink.send(work, self.t, self.passes)
+        sizes = {job.client: len(job.samples) for job in self.jobs()}
+        typical = sum(sizes.values()) / len(sizes)
+        orders: dict[int, RecordDict] = {}
+        for job in self.jobs():
+            content = strategy.order(model, work, job, self.t, self.passes).content
+            content.config_records["config"]["veil"] = typical
+            orders[strategy.members.nodes[job.client]] = content
+        self.passes += 1
+        veil = Veil(orders)
+        state = RecordDict({"config": ConfigRecord({"current_round": self.t + 1}), "parameters": ArrayRecord()})
+        context = LegacyContext(Context(0, 0, {}, state, {}), strategy=veil)  # type: ignore[arg-type]
+        flow = Workflow(1.0, 0.5, max_weight=float(max(sizes.values())), clipping_range=CLIP, timeout=strategy.timeout)
+        flow(strategy.grid, context)
+
+        answers = {client: veil.answers.get(strategy.members.nodes[client]) for client in sizes}
+        self.left_out.update({client: "no answer in time" for client, answer in answers.items() if answer is None})
+        given = {client: answer for client, answer in answers.items() if answer is not None}
+        self.bytes_down += len(sizes) * wire.down(work, model, self.downlink.bits)
+        self.bytes_up += len(given) * 8 * VECTORS * len(model.w)  # masked numbers travel as 64-bit integers
+        if len(given) < max(strategy.quorum, 2):
+            raise TooFew
+        self.samples_seen += sum(sizes[client] for client in given) * self.epochs
+        self.outcome = replace(self.summed(given, sizes, typical, model), sent=work.field)
+        return self.outcome
+
+    def summed(self, given: dict[int, FitRes], sizes: dict[int, int], typical: float, model: Model) -> Outcome:
+        def column(name: str) -> Tensor:
+            rows = [answer.metrics[name] for answer in given.values()]
+            return torch.tensor([json.loads(v) if isinstance(v, str) else v for v in rows], dtype=torch.float64)
+
+        norm2, steps, rates, loss = column("norm2"), column("steps"), column("rates"), column("loss")
+        lengths = (norm2.sqrt() / steps.clamp_min(1)).where(torch.isfinite(loss), torch.tensor(float("inf"))).tolist()
+        causes = {client: why for client, why in zip(given, judge(lengths, [True] * len(lengths)), strict=True) if why}
+        if causes:
+            self.left_out.update(causes)
+            raise TooFew
+        sums = parameters_to_ndarrays(next(iter(given.values())).parameters)[0]
+        mean, plain, velocity = torch.from_numpy(np.ascontiguousarray(sums, dtype=np.float32)).to(model.w).unbind()
+        size = torch.tensor([float(sizes[client]) for client in given], dtype=torch.float64)
+        evenly = float(size.sum()) / (typical * len(given))
+        return Outcome(
+            clients=list(given),
+            mean=mean,
+            plain=evenly * plain,
+            velocity=evenly * velocity,
+            buffers=model.buffers,
+            theta=size / size.sum(),
+            steps=steps,
+            travel=rates.sum(1) * steps / self.epochs,
+            norm2=norm2,
+            along=column("along").view(len(given), -1),
+            loss=loss,
+            first=column("first"),
+            rates=rates,
+        )

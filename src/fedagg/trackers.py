@@ -1,0 +1,116 @@
+"""Live tracking of a run: TensorBoard, MLflow or Weights & Biases, each a callback and an optional extra.
+
+A tracker is a `fedagg.federation.Callback`: three methods. Write your own the same way and give it to `fedagg.run`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from fedagg.config import Config
+from fedagg.errors import FedaggError, unknown
+from fedagg.federation import Callback, Result
+
+
+def make(name: str, folder: Path) -> Callback:
+    """The tracker of that name; what it writes beside the run goes under `folder`."""
+    if name not in TRACKERS:
+        raise unknown("track", name, TRACKERS)
+    return TRACKERS[name](folder)
+
+
+def scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """A round's figures one by one; a figure with a value for each epoch becomes one series an epoch."""
+    for name, value in row.items():
+        if isinstance(value, list):
+            yield from ((f"{name}/epoch_{i}", v) for i, v in enumerate(value, start=1) if isinstance(v, float))
+        elif isinstance(value, int | float) and not isinstance(value, bool) and name != "round":
+            yield name, float(value)
+
+
+def load(module: str, extra: str) -> Any:
+    """The library behind a tracker, or one line that says how to get it."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise FedaggError(f"track = {extra!r}: {error}; install it with `pip install 'fedagg[{extra}]'`") from None
+
+
+class TensorBoard:
+    """Event files in the run folder: `tensorboard --logdir runs` shows them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "tensorboard"
+        self.writers = load("tensorboard", "tensorboard") and load("torch.utils.tensorboard", "tensorboard")
+
+    def started(self, config: Config, done: int) -> None:
+        # A resumed run writes from its checkpoint on; what was written after it is overruled.
+        self.writer = self.writers.SummaryWriter(str(self.folder), purge_step=done + 1)
+        self.writer.add_text("config", f"```toml\n{config.toml()}```")
+
+    def round_done(self, row: dict[str, Any]) -> None:
+        for name, value in scalars(row):
+            self.writer.add_scalar(name, value, row["round"])
+
+    def finished(self, result: Result) -> None:
+        self.writer.close()
+
+
+class MLflow:
+    """A run in the store that MLFLOW_TRACKING_URI names, else in mlflow.db beside the run folder."""
+
+    def __init__(self, folder: Path) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # what is tracked here is nobody else's business
+        client = load("mlflow.tracking", "mlflow").MlflowClient
+        self.entities = load("mlflow.entities", "mlflow")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        here = f"sqlite:///{(folder.parent / 'mlflow.db').resolve()}"
+        self.name = folder.name
+        self.client = client(os.environ.get("MLFLOW_TRACKING_URI") or here)
+
+    def started(self, config: Config, done: int) -> None:
+        found = self.client.get_experiment_by_name("fedagg")
+        experiment = found.experiment_id if found else self.client.create_experiment("fedagg")
+        self.run = self.client.create_run(experiment, run_name=self.name).info.run_id
+        param = self.entities.Param
+        chosen = [param(name, str(value)) for name, value in config.model_dump().items() if value is not None]
+        self.client.log_batch(self.run, params=chosen)
+
+    def round_done(self, row: dict[str, Any]) -> None:
+        now = int(1000 * time.time())
+        figures = [self.entities.Metric(name, value, now, row["round"]) for name, value in scalars(row)]
+        self.client.log_batch(self.run, metrics=figures)
+
+    def finished(self, result: Result) -> None:
+        self.client.set_terminated(self.run, "KILLED" if result.interrupted else "FINISHED")
+
+
+class WandB:
+    """A Weights & Biases run, as its own settings say; WANDB_MODE=offline keeps it on this machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self.wandb, self.folder = load("wandb", "wandb"), folder
+
+    def started(self, config: Config, done: int) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.run = self.wandb.init(
+            project="fedagg", name=self.folder.name, dir=str(self.folder), config=config.model_dump()
+        )
+
+    def round_done(self, row: dict[str, Any]) -> None:
+        self.run.log(dict(scalars(row)), step=row["round"])
+
+    def finished(self, result: Result) -> None:
+        self.run.finish(exit_code=int(result.interrupted))
+
+
+TRACKERS: dict[str, type[TensorBoard] | type[MLflow] | type[WandB]] = {
+    "tensorboard": TensorBoard,
+    "mlflow": MLflow,
+    "wandb": WandB,
+}

@@ -1,0 +1,33 @@
+"""Run by test_flower_ray.py in a process of its own: four methods over one of Flower's simulations, weights into a file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import test_flower
+from flwr.serverapp import ServerApp
+from flwr.simulation import run_simulation
+from safetensors.torch import save_file
+
+from fedagg.flower import FedAggStrategy, client_app
+
+METHODS = ("fedavg", "fedagg", "fedadam", "feddyn")
+server = ServerApp()
+client = client_app(test_flower.model, test_flower.node)
+
+
+@server.main()
+def main(grid, context):
+    weights = {}
+    for method in METHODS:
+        strategy = FedAggStrategy(test_flower.model(), test_flower.settings(algorithm=method, eval_every=3))
+        strategy.run(grid, wait=60)
+        weights[method] = strategy.now.w
+    save_file(weights, sys.argv[1])
+
+
+if __name__ == "__main__":
+    resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": 2, "include_dashboard": False}}
+    run_simulation(server, client, test_flower.NODES, backend_config=resources)
+    assert Path(sys.argv[1]).exists()

@@ -1,0 +1,73 @@
+"""Every algorithm on every model it applies to: two rounds on a handful of images, and nothing breaks."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fedagg
+from fedagg import algorithms, models
+from fedagg.errors import SettingError
+
+COLOUR = ("cifar10-cnn", "alexnet", "vgg11", "resnet18", "googlenet", "densenet121")
+METHODS = sorted(algorithms.REGISTRY.keys() - {"fedagg-paper"})
+# The paper's variant of FedAgg is chosen by `variant`.
+RUNS: list[tuple[str, dict[str, Any]]] = [*((name, {}) for name in METHODS), ("fedagg", {"variant": "paper"})]
+
+
+@cache
+def images(shape: tuple[int, int, int]) -> fedagg.Dataset:
+    rng = np.random.default_rng(1)
+    x, y = rng.random((8, *shape), dtype=np.float32), np.arange(8) % 3
+    return fedagg.Dataset(x[:5], y[:5], x[5:], y[5:], classes=3)
+
+
+@cache
+def built(name: str, shape: tuple[int, int, int]) -> nn.Module:
+    """Built once: the run works on a copy."""
+    return models.build(name, shape, 3, seed=3)
+
+
+@pytest.mark.parametrize("name", models.names())
+@pytest.mark.parametrize(("algorithm", "settings"), RUNS, ids=lambda v: v if isinstance(v, str) else "-".join(v.values()))
+def test_trains(algorithm: str, settings: dict[str, Any], name: str) -> None:
+    shape = (3, 32, 32) if name in COLOUR else (1, 28, 28)
+    module = built(name, shape)
+
+    def run() -> fedagg.Result:
+        return fedagg.run(
+            algorithm=algorithm,
+            data=images(shape),
+            parts=[[0, 1], [2, 3, 4]],  # two clients of different sizes, one batch each
+            model=module,
+            rounds=2,
+            epochs=1,
+            batch_size=4,
+            lr=0.01,
+            participation=1.0,
+            eval_every=2,
+            engine="sequential",
+            device="cpu",
+            threads=1,
+            **settings,
+        )
+
+    if algorithm == "fedbabu" and name == "linear":
+        with pytest.raises(SettingError, match="body"):
+            run()
+        return
+    result = run()
+    before, after = module.state_dict(), result.model.state_dict()
+    assert all(torch.isfinite(value).all() for value in after.values())
+    assert all(after[key].dtype == value.dtype for key, value in before.items())
+    assert any(not torch.equal(value, before[key]) for key, value in after.items())
+    assert np.isfinite(result.loss)
+    assert all(row["left_out"] == 0 for row in result.history)
+    counters = {int(value) for key, value in after.items() if key.endswith("num_batches_tracked")}
+    assert counters <= {2}  # one batch a round on either client, averaged
+    assert bool(counters) == any(isinstance(layer, nn.BatchNorm2d) for layer in module.modules())

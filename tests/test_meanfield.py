@@ -1,0 +1,213 @@
+"""Theorem 1 against direct minimisation, the paper's own expressions, and the properties it must have."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy.optimize import minimize
+from torch import Tensor
+
+from fedagg.errors import SettingError
+from fedagg.meanfield import (
+    MeanField,
+    affine_rates,
+    agreement,
+    bound_rates,
+    distance_pace,
+    learning_rates,
+    weight_ratio,
+)
+
+Array = NDArray[np.float64]
+patient = settings(deadline=None)  # the first call of a torch kernel may take long
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, float]:
+    """phi1 (L, d), phi2 (L+1, d), w (d,) and α: random, of all scales, sometimes with repeated or zero directions."""
+    epochs, d = draw(st.integers(1, 6)), draw(st.integers(1, 8))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    phi1 = rng.normal(size=(epochs, d)) * 10.0 ** draw(st.integers(-2, 0))
+    if draw(st.booleans()):
+        phi1[-1] = phi1[0] * draw(st.sampled_from([0.0, 1.0, -2.0]))
+    phi2 = rng.normal(size=(epochs + 1, d))
+    return torch.tensor(phi1), torch.tensor(phi2), torch.tensor(rng.normal(size=d)), draw(st.floats(0.05, 0.95))
+
+
+def objective(rates: Array, phi1: Array, phi2: Array, w: Array, alpha: float) -> float:
+    """Eqs. 13 and 14 word by word: walk the epochs, pay for the rate and for the deviation, and for where one ends."""
+    total = 0.0
+    for rate, direction, centre in zip(rates, phi1, phi2, strict=False):
+        total += alpha * rate**2 + (1 - alpha) * float((w - centre) @ (w - centre))
+        w = w - rate * direction
+    return total + (1 - alpha) * float((w - phi2[-1]) @ (w - phi2[-1]))
+
+
+@settings(patient, max_examples=60)
+@given(problems())
+def test_rates_minimise_the_objective(problem: tuple[Tensor, Tensor, Tensor, float]) -> None:
+    phi1, phi2, w, alpha = problem
+    args = (phi1.numpy(), phi2.numpy(), w.numpy(), alpha)
+    found = minimize(objective, np.zeros(len(phi1)), args=args, method="BFGS", options={"gtol": 1e-9, "maxiter": 2000}).x
+    rates = learning_rates(phi1, phi2, w, alpha).numpy()
+    np.testing.assert_allclose(rates, found, rtol=1e-4, atol=1e-5)
+    assert objective(rates, *args) <= objective(found, *args) * (1 + 1e-12)
+
+
+@patient
+@given(problems())
+def test_last_epoch_is_the_expression_of_appendix_a(problem: tuple[Tensor, Tensor, Tensor, float]) -> None:
+    phi1, phi2, w, alpha = problem
+    c, last = (1 - alpha) / alpha, phi1[-1]
+    expected = c * (last @ (w - phi2[-1])) / (1 + c * (last @ last))
+    [rate] = learning_rates(phi1, phi2, w, alpha, epoch=len(phi1) - 1)
+    assert float(rate) == pytest.approx(float(expected), rel=1e-9, abs=1e-12)
+
+
+@patient
+@given(problems())
+def test_rates_satisfy_equation_15(problem: tuple[Tensor, Tensor, Tensor, float]) -> None:
+    """The theorem as printed: each rate in terms of the later ones, 0 at epoch L."""
+    phi1, phi2, w, alpha = problem
+    epochs, here = len(phi1), w
+    plan = learning_rates(phi1, phi2, w, alpha)
+    for l in range(epochs):
+        bracket = (epochs - l) * here
+        for r in range(l, epochs):
+            bracket = bracket - (epochs - r) * plan[r] * phi1[r]
+        for k in range(l + 1, epochs + 1):
+            bracket = bracket - phi2[k]
+        expected = (1 - alpha) / alpha * (phi1[l] @ bracket)
+        assert float(plan[l]) == pytest.approx(float(expected), rel=1e-7, abs=1e-9)
+        here = here - plan[l] * phi1[l]
+
+
+@patient
+@given(problems())
+def test_a_plan_made_again_on_the_way_is_the_rest_of_the_plan(problem: tuple[Tensor, Tensor, Tensor, float]) -> None:
+    phi1, phi2, w, alpha = problem
+    plan = learning_rates(phi1, phi2, w, alpha)
+    for epoch in range(1, len(phi1)):
+        w = w - plan[0] * phi1[epoch - 1]
+        again = learning_rates(phi1, phi2, w, alpha, epoch)
+        torch.testing.assert_close(again, plan[1:], rtol=1e-7, atol=1e-9)
+        plan = again
+
+
+@patient
+@given(problems())
+def test_only_distances_matter(problem: tuple[Tensor, Tensor, Tensor, float]) -> None:
+    phi1, phi2, w, alpha = problem
+    shift = 100.0 * torch.ones_like(w)
+    moved = learning_rates(phi1, phi2 + shift, w + shift, alpha)
+    torch.testing.assert_close(moved, learning_rates(phi1, phi2, w, alpha), rtol=1e-6, atol=1e-8)
+
+
+def test_a_stack_of_clients_is_each_of_them() -> None:
+    generator = torch.Generator().manual_seed(1)
+    phi1, phi2 = torch.randn(4, 7, generator=generator), torch.randn(5, 7, generator=generator)
+    w = torch.randn(3, 7, generator=generator)
+    together = learning_rates(phi1, phi2, w, 0.3, epoch=1)
+    assert together.shape == (3, 3)
+    assert together.dtype == torch.float64
+    for row, client in zip(together, w, strict=True):
+        torch.testing.assert_close(row, learning_rates(phi1, phi2, client, 0.3, epoch=1))
+
+
+@patient
+@given(problems())
+def test_alpha_towards_one_stops_and_towards_zero_fits(problem: tuple[Tensor, Tensor, Tensor, float]) -> None:
+    phi1, phi2, w, _ = problem
+    assert float(learning_rates(phi1, phi2, w, 1 - 1e-9).abs().max()) < 1e-5
+    # With rates for nothing, only the deviation counts: ordinary least squares, one block of rows per k.
+    epochs, d = phi1.shape
+    design = np.zeros((epochs * d, epochs))
+    target = np.zeros(epochs * d)
+    for k in range(1, epochs + 1):
+        rows = slice((k - 1) * d, k * d)
+        design[rows, :k] = phi1[:k].numpy().T
+        target[rows] = (w - phi2[k]).numpy()
+    best = float(np.sum((target - design @ np.linalg.lstsq(design, target, rcond=None)[0]) ** 2))
+    bold = learning_rates(phi1, phi2, w, 1e-9).numpy()
+    assert float(np.sum((target - design @ bold) ** 2)) == pytest.approx(best, rel=1e-5, abs=1e-5)
+
+
+@patient
+@given(problems(), st.integers(0, 2**32 - 1))
+def test_affine_form_agrees_for_displaced_clients(problem: tuple[Tensor, Tensor, Tensor, float], seed: int) -> None:
+    """What the server solves once is what every client would solve for itself, wherever it went, at every epoch."""
+    phi1, phi2, start, alpha = problem
+    rate, slope = MeanField(phi1, phi2 - start).rates(alpha)
+    assert torch.equal(slope, slope.triu())
+    moved = torch.tensor(np.random.default_rng(seed).normal(size=start.shape))
+    for epoch in range(len(phi1)):
+        expected = learning_rates(phi1, phi2, start + moved, alpha, epoch)[0]
+        ours = rate[epoch] + slope[epoch] @ (phi1 @ moved)
+        assert float(ours) == pytest.approx(float(expected), rel=1e-7, abs=1e-9)
+
+
+def test_affine_rates_of_one_epoch_by_hand() -> None:
+    # φ1·φ1 = 4, φ1·(φ2[1] - w̄) = -2, α = 0.2 so c = 4: rate = 4·2/(1+16), slope = 4/(1+16).
+    rate, slope = affine_rates(torch.tensor([[4.0]]), torch.tensor([-2.0]), 0.2)
+    assert float(rate) == pytest.approx(8 / 17)
+    assert float(slope) == pytest.approx(4 / 17)
+
+
+def test_gap_is_a_norm() -> None:
+    one = MeanField(torch.zeros(2, 2), torch.zeros(3, 2))
+    other = MeanField(torch.tensor([[3.0, 0.0], [0.0, -4.0]]), torch.tensor([[1.0, -1.0], [1.0, -1.0], [0.0, 0.0]]))
+    assert one.gap(other) == (5.0, 2.0)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0, -0.5, 2.0, math.nan])
+def test_alpha_outside_its_range_is_refused(alpha: float) -> None:
+    with pytest.raises(SettingError, match="alpha"):
+        weight_ratio(alpha)
+
+
+def test_shapes_and_epochs_that_cannot_be_are_refused() -> None:
+    with pytest.raises(SettingError, match="phi2"):
+        learning_rates(torch.ones(2, 3), torch.ones(2, 3), torch.ones(3), 0.1)
+    with pytest.raises(SettingError, match="epoch"):
+        learning_rates(torch.ones(2, 3), torch.ones(3, 3), torch.ones(3), 0.1, epoch=2)
+
+
+def test_bounds_hold_for_every_client() -> None:
+    rates = torch.tensor([-1.0, 0.05, 0.3, 7.0])
+    assert bound_rates(rates, 0.1, 0.5).tolist() == pytest.approx([0.1, 0.1, 0.3, 0.5])
+    assert bound_rates(rates, 0.0, math.inf).tolist() == pytest.approx([0.0, 0.05, 0.3, 0.999])
+    own = torch.tensor([0.2, 0.01, 0.2, 0.4])  # a bound per client wins over the lower bound
+    assert bound_rates(rates, 0.1, own).tolist() == pytest.approx([0.1, 0.01, 0.2, 0.4])
+
+
+@pytest.mark.parametrize("count", [2, 5, 20])
+@pytest.mark.parametrize("common", [0.0, 0.5, 2.0])
+def test_agreement_is_unbiased(count: int, common: float) -> None:
+    """g_i = m + noise of unit variance: the share of the common part is |m|²/(|m|² + 1), however few clients there are.
+
+    With 20 000 coordinates the ratio of one draw is within a few per cent of that of the expectations.
+    """
+    gradients = np.random.default_rng(3).normal(size=(count, 20_000)) + common
+    mean2 = float((gradients.mean(0) ** 2).sum())
+    expected = common**2 / (common**2 + 1)
+    assert agreement(mean2, float((gradients**2).sum(1).mean()), count) == pytest.approx(expected, abs=0.03)
+
+
+def test_agreement_at_its_ends() -> None:
+    assert agreement(4.0, 4.0, 10) == 1.0  # all alike
+    assert agreement(0.0, 4.0, 10) == 0.0  # they cancel: never negative
+    assert agreement(9.0, 4.0, 10) == 1.0  # rounding: never over one
+    assert agreement(1.0, 2.0, 1) == 1.0  # a single client agrees with itself
+    assert agreement(0.0, 0.0, 5) == 1.0  # nobody moves
+    assert agreement(3.0, 4.0, 3) == pytest.approx((3 * 0.75 - 1) / 2)
+
+
+def test_distance_pace_by_hand() -> None:
+    assert distance_pace(3.0, 36.0) == 0.5
+    assert distance_pace(3.0, 0.0) == 0.0  # no gradient was met yet

@@ -1,0 +1,246 @@
+"""The report page: what is in it, and that it needs nothing from outside."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedagg
+from fedagg import plots, runs
+from fedagg.cli import main
+from fedagg.config import Config
+from fedagg.errors import FedaggError, SettingError
+from fedagg.report import charts, content, page, tables
+from fedagg.reproduce.results import Store
+
+SETTINGS: dict[str, Any] = {"clients": 12, "participation": 0.5, "epochs": 2, "rounds": 3, "partition": "shards"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """FedAgg with two seeds and FedAvg with one."""
+    where = tmp_path_factory.mktemp("runs")
+    for algorithm, seed in (("fedagg", 0), ("fedagg", 1), ("fedavg", 0)):
+        config = Config(algorithm=algorithm, seed=seed, engine="sequential", **SETTINGS)
+        fedagg.run(config, out=where / f"{algorithm}-{seed}")
+    return where
+
+
+@pytest.fixture(scope="module")
+def html(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    out = page.write([folder], tmp_path_factory.mktemp("page") / "report.html")
+    return out.read_text(encoding="utf-8")
+
+
+class Tags(HTMLParser):
+    """Every tag with its attributes, and the text of each element by tag."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.inside: list[str] = []
+        self.text: dict[str, list[str]] = {}
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "link", "br"):
+            self.inside.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.inside.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.inside:
+            self.text.setdefault(self.inside[-1], []).append(data)
+
+
+def data_of(html: str) -> dict[str, Any]:
+    start = html.index('id="data">') + len('id="data">')
+    found: dict[str, Any] = json.loads(html[start : html.index("</script>", start)])
+    return found
+
+
+def test_means_over_seeds(folder: Path) -> None:
+    gathered = content.gather([folder])
+    (group,) = gathered.groups
+    assert set(group.series) == {"FedAgg", "FedAvg"}
+    two = [runs.load(folder / f"fedagg-{seed}") for seed in (0, 1)]
+    a, b = ([row["accuracy"] for row in run.history] for run in two)
+    mean, spread = group.series["FedAgg"].curve("accuracy")
+    assert mean == pytest.approx([(x + y) / 2 for x, y in zip(a, b, strict=True)])
+    # Of two values the sample standard deviation is their distance over the root of 2.
+    assert spread == pytest.approx([abs(x - y) / 2**0.5 for x, y in zip(a, b, strict=True)])
+    assert group.series["FedAvg"].curve("accuracy")[1] == [None] * 3
+
+
+def test_progress_adds_up(folder: Path) -> None:
+    trial = content.from_run(runs.load(folder / "fedavg-0"))
+    # 6 of 12 clients with 500 samples each, 2 epochs.
+    assert trial.progress("work") == [6000, 12000, 18000]
+    assert trial.progress("rounds") == [1, 2, 3]
+    sent = [row["bytes_up"] + row["bytes_down"] for row in trial.run.history] if trial.run else []
+    assert trial.progress("bytes") == [sent[0], sent[0] + sent[1], sum(sent)]
+
+
+def test_runs_that_differ_in_a_setting_are_told_apart(tmp_path: Path) -> None:
+    for alpha in (0.1, 0.5):
+        config = Config(alpha=alpha, **SETTINGS | {"rounds": 1}, engine="sequential")
+        fedagg.run(config, out=tmp_path / f"a{alpha}")
+    (group,) = content.gather([tmp_path]).groups
+    assert set(group.series) == {"FedAgg alpha 0.1", "FedAgg alpha 0.5"}
+
+
+def test_learning_rates_by_client_epoch_and_round(folder: Path) -> None:
+    run = runs.load(folder / "fedagg-0")
+    drawn = charts.rates(run)
+    assert drawn["epochs"] == 2
+    assert drawn["rounds"] == [1, 2, 3]
+    assert drawn["clients"] == sorted({client for row in run.clients for client in row["clients"]})
+    for number, row in enumerate(run.clients):
+        for at, client in enumerate(drawn["clients"]):
+            cells = [drawn["tables"][epoch][at][number] for epoch in range(2)]
+            took_part = client in row["clients"]
+            assert cells == (row["rates"][row["clients"].index(client)] if took_part else [None, None])
+    first = run.clients[0]["rates"]
+    assert drawn["bands"][1]["high"][0] == max(rates[1] for rates in first)
+    assert drawn["bands"][1]["mean"][0] == pytest.approx(sum(rates[1] for rates in first) / len(first))
+
+
+def test_the_partition_is_the_runs_own(folder: Path) -> None:
+    (split,) = charts.partitions(content.gather([folder]).trials)
+    by_client = list(zip(*split["table"], strict=True))
+    assert len(split["table"]) == 10
+    assert [sum(client) for client in by_client] == [500] * 12
+    assert all(sum(1 for count in client if count) <= 4 for client in by_client)  # two shards of 250 a client
+    assert "Wasserstein" in split["text"]
+
+
+def test_the_page_needs_nothing_from_outside(html: str) -> None:
+    for tag, attributes in Tags(html).tags:
+        for name in ("src", "href", "action", "data", "poster"):
+            value = attributes.get(name)
+            assert value is None or value.startswith(("#", "data:")), (tag, value)
+        assert not any(name.startswith("on") for name in attributes)
+    assert "default-src 'none'" in html
+    assert "plotly.js v" in html
+
+
+def test_the_page_can_be_read_without_seeing_it(html: str) -> None:
+    tags = Tags(html)
+    figures = [a for tag, a in tags.tags if tag == "figure"]
+    ids = {a["id"] for _, a in tags.tags if "id" in a}
+    assert figures
+    assert all(a["aria-labelledby"] in ids for a in figures)
+    heads = [a for tag, a in tags.tags if tag == "th"]
+    assert heads
+    assert all(a.get("scope") == "col" for a in heads)
+    count = [tag for tag, _ in tags.tags]
+    assert count.count("caption") == count.count("table") > 0
+    assert count.count("h1") == 1
+    assert ("html", {"lang": "en"}) in tags.tags
+    (group,) = data_of(html)["groups"]
+    assert group["texts"]["accuracy"].startswith("Line chart of test accuracy (%) over rounds: FedAgg from ")
+
+
+def test_the_numbers_of_the_page(html: str, folder: Path) -> None:
+    (group,) = data_of(html)["groups"]
+    avg = next(line for line in group["series"] if line["name"] == "FedAvg")
+    history = runs.load(folder / "fedavg-0").history
+    assert avg["accuracy"] == pytest.approx([100 * row["accuracy"] for row in history])
+    cells = Tags(html).text["td"] + Tags(html).text["strong"]
+    assert f"{100 * history[-1]['accuracy']:.2f}" in cells
+    assert any("±" in cell for cell in cells)
+    assert "shards" in cells
+    assert "commit" in cells or "torch" in cells
+
+
+def test_names_cannot_break_out_of_the_page(folder: Path, tmp_path: Path) -> None:
+    nasty = tmp_path / "<script>alert(1)<"
+    nasty.mkdir()
+    (nasty / "run").symlink_to(folder / "fedavg-0", target_is_directory=True)
+    made = page.write([nasty / "run"], tmp_path / "r.html").read_text()
+    assert "<script>alert" not in made
+    gathered = content.gather([folder / "fedavg-0"])
+    gathered.title = "</title><script>alert(1)</script>"
+    gathered.groups[0].name = "</script><b>"
+    made = page.build(gathered)
+    assert "<script>alert" not in made
+    assert "</script><b>" not in made
+    assert data_of(made)["groups"][0]["name"] == "</script><b>"
+
+
+def test_a_run_that_is_still_going(folder: Path, tmp_path: Path) -> None:
+    going = tmp_path / "going"
+    going.mkdir()
+    for name in ("config.toml", "environment.json"):
+        (going / name).write_text((folder / "fedagg-0" / name).read_text())
+    for name in ("metrics.jsonl", "clients.jsonl"):
+        lines = (folder / "fedagg-0" / name).read_text().splitlines(keepends=True)
+        (going / name).write_text("".join(lines[:2]) + lines[2][:20])
+    run = runs.load(going)
+    assert len(run.history) == len(run.clients) == 2
+    assert data_of(page.build(content.gather([going])))["rates"][0]["rounds"] == [1, 2]
+    (going / "metrics.jsonl").write_text("{\n")
+    with pytest.raises(FedaggError, match="line 1 is damaged"):
+        runs.load(going)
+
+
+def test_a_loss_that_is_no_number_is_left_out() -> None:
+    series = content.Series("x")
+    config = Config()
+    columns: dict[str, content.Column] = {name: [1.0, float("nan")] for name in content.FIGURES}
+    series.trials.append(content.Trial(config, 2, columns, 0.5, 0.5, float("nan"), {}))
+    drawn = charts.series(series)
+    assert drawn["loss"] == [1.0, None]
+    assert tables.spread(series, [float("nan")]) == ("", None, False)
+
+
+def test_a_report_of_a_grid(tmp_path: Path) -> None:
+    from fedagg.reproduce import grid
+
+    spec = grid.load("table-accuracy")
+    store = Store(tmp_path / "results")
+    for method, accuracy in (("fedavg", 0.8), ("fedagg", 0.9)):
+        config = spec.config(spec.rows[0], method, 0.2, 0).changed(data_dir=str(tmp_path))
+        history = [{"round": 1, "accuracy": accuracy, "loss": 1.0, "seconds": 2.0}]
+        result = fedagg.Result(config, history, None, accuracy, accuracy, 1.0, 2.0)  # type: ignore[arg-type]
+        store.put(result, {"device": "a fast one"})
+    made = page.build(content.gather([store.folder]))
+    text = Tags(made).text
+    assert "Beside the paper: Accuracy with 20 % and 100 % of the clients in a round" in text["h2"]
+    assert "90.00" in text["strong"]
+    assert "88.23 -8.23" in text["td"]
+    assert "a fast one" in text["td"]
+    assert any("25 settings of the paper were not run here" in caption for caption in text["span"])
+    assert data_of(made)["rates"] == []
+
+
+def test_pictures_of_runs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["plot", str(folder / "fedagg-0"), str(folder / "fedavg-0"), "-o", str(tmp_path), "--format", "png,pdf"])
+    assert exit_.value.code == 0
+    assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "runs.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_the_same_numbers_give_the_same_picture(tmp_path: Path) -> None:
+    history = {"fedagg": [{"round": 1, "accuracy": 0.5}, {"round": 2, "accuracy": 0.6}]}
+    for ending in plots.FORMATS:
+        one = plots.accuracy_curves(history, tmp_path / f"one.{ending}", "t").read_bytes()
+        if ending != "svg":  # whose element names are random
+            assert plots.accuracy_curves(history, tmp_path / f"two.{ending}", "t").read_bytes() == one
+
+
+def test_nothing_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SettingError, match="holds no run and no results"):
+        content.gather([tmp_path])
+    with pytest.raises(SystemExit) as exit_:
+        main(["report", str(tmp_path), "-o", str(tmp_path / "r.html")])
+    assert exit_.value.code == 2
+    assert "holds no run" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "r.html").exists()

@@ -1,0 +1,198 @@
+"""The report page in a real browser: it opens without an error, draws, hides, sorts, and fits the screen."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedagg
+from fedagg.config import Config
+from fedagg.report import write
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FLAGS = [
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+]
+if CHROMIUM is None:
+    pytest.skip("no Chromium here: install it (Debian: apt-get install chromium)", allow_module_level=True)
+api = pytest.importorskip("playwright.sync_api", reason="no playwright here: pip install 'fedagg[dev]'")
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three methods, FedAgg with two seeds, on two splits."""
+    where = tmp_path_factory.mktemp("runs")
+    for split in ("shards", "iid"):
+        for algorithm, seed in (("fedagg", 0), ("fedagg", 1), ("fedavg", 0), ("fedexp", 0)):
+            config = Config(
+                algorithm=algorithm, seed=seed, partition=split, clients=10, participation=0.5, epochs=2, rounds=4,
+                engine="sequential",
+            )  # fmt: skip
+            fedagg.run(config, out=where / f"{algorithm}-{split}-{seed}")
+    return write([where], tmp_path_factory.mktemp("page") / "report.html")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with api.sync_playwright() as play:
+        started = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield started
+        started.close()
+
+
+class Opened:
+    """The page with what the browser complained of, and what it asked the network for."""
+
+    def __init__(self, browser: Any, report: Path, width: int = 1400, scheme: str = "light") -> None:
+        self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        self.page = self.context.new_page()
+        self.complaints: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("console", lambda message: self.complaints.append(f"{message.type}: {message.text}"))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(report.as_uri())
+        self.page.wait_for_selector("#chart-partition .main-svg")
+
+    def traces(self, chart: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.page.evaluate(
+            "id => document.getElementById(id)._fullData.map(t => ({name: t.name, type: t.type, visible: t.visible,"
+            " y: t.y && Array.from(t.y), x: t.x && Array.from(t.x), legend: t.showlegend, group: t.legendgroup,"
+            " cells: t.z && t.z.flat().filter(v => v !== null).length}))",
+            chart,
+        )
+        return found
+
+
+@pytest.fixture(scope="module")
+def untouched(browser: Any, report: Path) -> Iterator[Opened]:
+    """The page as it opens, for tests that only look at it."""
+    tab = Opened(browser, report)
+    yield tab
+    tab.context.close()
+
+
+@pytest.fixture
+def opened(browser: Any, report: Path) -> Iterator[Opened]:
+    tab = Opened(browser, report)
+    yield tab
+    tab.context.close()
+
+
+def test_it_opens_without_a_word_and_without_a_network(untouched: Opened, report: Path) -> None:
+    assert untouched.complaints == []
+    assert [url for url in untouched.asked if not url.startswith(("data:", "blob:"))] == [report.as_uri()]
+
+
+def test_the_charts_have_their_data(untouched: Opened) -> None:
+    for chart in ("accuracy", "loss", "train_loss", "rate", "drift"):
+        lines = [t for t in untouched.traces(f"chart-{chart}") if t["legend"]]
+        assert [t["name"] for t in lines] == ["FedAgg", "FedAvg", "FedExP"]
+        assert all(t["x"] == [1, 2, 3, 4] and len(t["y"]) == 4 for t in lines)
+    # 5 of 10 clients in each of 4 rounds.
+    assert [t["cells"] for t in untouched.traces("chart-rate-map")] == [20]
+    assert [t["cells"] for t in untouched.traces("chart-moved-map")] == [20]
+    assert [t["cells"] for t in untouched.traces("chart-partition")] == [100]
+    assert [t["name"] for t in untouched.traces("chart-rate-bands") if t["legend"]] == ["epoch 1", "epoch 2"]
+
+
+def test_every_chart_says_what_it_shows(untouched: Opened) -> None:
+    places = untouched.page.query_selector_all("figure:not([hidden]) .chart")
+    assert len(places) == 9
+    for place in places:
+        assert place.get_attribute("role") == "img"
+        assert len(place.get_attribute("aria-label")) > 40
+
+
+def test_a_click_on_the_legend_hides_a_line_and_its_band(opened: Opened) -> None:
+    before = [t["visible"] for t in opened.traces("chart-accuracy") if t["group"] == "FedAgg"]
+    assert before == [True, True]  # two seeds: a line and a band
+    opened.page.locator("#chart-accuracy .legend .traces", has_text="FedAgg").locator(".legendtoggle").click()
+    opened.page.wait_for_function(
+        "() => document.getElementById('chart-accuracy')._fullData[0].visible === 'legendonly'"
+    )
+    after = {(t["group"], t["visible"]) for t in opened.traces("chart-accuracy")}
+    assert after == {("FedAgg", "legendonly"), ("FedAvg", True), ("FedExP", True)}
+
+
+def test_a_table_sorts_by_number_and_by_word(opened: Opened) -> None:
+    def column(number: int) -> list[str]:
+        return [cell.inner_text() for cell in opened.page.query_selector_all(f"#results td:nth-child({number})")]
+
+    def press(head: str) -> None:
+        opened.page.locator("#results th", has_text=head).get_by_role("button").click()
+
+    press("accuracy")
+    values = [float(text.split()[0]) for text in column(2)]
+    assert values == sorted(values, reverse=True)
+    assert len(set(values)) > 2
+    assert opened.page.locator("#results th", has_text="accuracy").get_attribute("aria-sort") == "descending"
+    press("accuracy")
+    assert [float(text.split()[0]) for text in column(2)] == values[::-1]
+    press("method")
+    assert column(1) == ["FedAgg", "FedAgg", "FedAvg", "FedAvg", "FedExP", "FedExP"]
+    assert opened.page.locator("#results th[aria-sort]").count() == 1
+
+
+def test_choosing_a_setting_and_what_to_count_by(opened: Opened) -> None:
+    first = opened.traces("chart-accuracy")[0]["y"]
+    opened.page.select_option("#group", value="1")
+    assert opened.traces("chart-accuracy")[0]["y"] != first
+    opened.page.select_option("#progress", value="work")
+    # 5 clients with 600 samples, 2 epochs, a round.
+    assert opened.traces("chart-accuracy")[0]["x"] == [6000, 12000, 18000, 24000]
+    opened.page.select_option("#rate-epoch", index=1)
+    assert "Shown: epoch 2." in opened.page.locator("#chart-rate-map").get_attribute("aria-label")
+    assert opened.complaints == []
+
+
+@pytest.mark.parametrize("width", [360, 800, 2400])
+def test_it_fits_the_screen(width: int, browser: Any, report: Path) -> None:
+    tab = Opened(browser, report, width=width)
+    assert tab.page.evaluate("document.documentElement.scrollWidth") <= width
+    box = tab.page.locator("#chart-accuracy .main-svg").first.bounding_box()
+    assert box["x"] >= 0
+    assert box["x"] + box["width"] <= width
+    assert box["width"] > 0.8 * min(width, 480) - 40
+    assert tab.complaints == []
+    tab.context.close()
+
+
+def test_light_and_dark_are_readable(browser: Any, report: Path) -> None:
+    shades = {}
+    for scheme in ("light", "dark"):
+        tab = Opened(browser, report, scheme=scheme)
+        style = "getComputedStyle(document.body)"
+        paper, ink = (tab.page.evaluate(f"{style}.{name}") for name in ("backgroundColor", "color"))
+        axis = tab.page.evaluate("getComputedStyle(document.querySelector('#chart-accuracy .xtick text')).fill")
+        assert contrast(paper, ink) >= 7.0
+        assert contrast(paper, axis) >= 7.0
+        shades[scheme] = paper
+        # The page follows when the reader's system changes, charts included.
+        tab.page.emulate_media(color_scheme="dark" if scheme == "light" else "light")
+        other = tab.page.evaluate(f"{style}.backgroundColor")
+        tab.page.wait_for_function(
+            "old => getComputedStyle(document.querySelector('#chart-accuracy .xtick text')).fill !== old", arg=axis
+        )
+        now = tab.page.evaluate("getComputedStyle(document.querySelector('#chart-accuracy .xtick text')).fill")
+        assert contrast(other, now) >= 7.0
+        assert tab.complaints == []
+        tab.context.close()
+    assert shades["light"] != shades["dark"]
+
+
+def contrast(one: str, two: str) -> float:
+    """The contrast ratio of WCAG 2 between two colours as the browser gives them, rgb(r, g, b)."""
+
+    def luminance(colour: str) -> float:
+        parts = [float(part) / 255 for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(one), luminance(two)))
+    return (high + 0.05) / (low + 0.05)
