@@ -24,6 +24,8 @@ RATE_BAND = (0.1, 2.0)  # rates stay within these multiples of the pace
 RATE_CEILING = 1.0  # and under this multiple of λ: where clients disagree, the federation slows down
 LOSS_JUMP = 1.5  # a training loss over this multiple of its running mean means the last round broke the model
 LOST_SHARE = 0.2  # so do more clients than this that blew up
+RECOVERY = 1.2  # the pace, halved when a round is undone, grows back by this a round
+KEPT = ("phi1", "known", "agreement", "distance", "gradients2", "weighted2")  # what an undone round gives back
 
 
 @register("fedagg")
