@@ -15,6 +15,7 @@ from fedagg import algorithms, models
 from fedagg.errors import SettingError
 
 COLOUR = ("cifar10-cnn", "alexnet", "vgg11", "resnet18", "googlenet", "densenet121")
+BIG = ("alexnet", "vgg11", "resnet18", "googlenet", "densenet121")  # one client a round: up to 23 million weights each
 METHODS = sorted(algorithms.REGISTRY.keys() - {"fedagg-paper"})
 # The paper's variant of FedAgg is chosen by `variant`.
 RUNS: list[tuple[str, dict[str, Any]]] = [*((name, {}) for name in METHODS), ("fedagg", {"variant": "paper"})]
@@ -49,7 +50,7 @@ def test_trains(algorithm: str, settings: dict[str, Any], name: str) -> None:
             epochs=1,
             batch_size=4,
             lr=0.01,
-            participation=1.0,
+            participation=0.5 if name in BIG else 1.0,
             eval_every=2,
             engine="sequential",
             device="cpu",
@@ -69,5 +70,5 @@ def test_trains(algorithm: str, settings: dict[str, Any], name: str) -> None:
     assert np.isfinite(result.loss)
     assert all(row["left_out"] == 0 for row in result.history)
     counters = {int(value) for key, value in after.items() if key.endswith("num_batches_tracked")}
-    assert counters <= {2}  # one batch a round on either client, averaged
+    assert counters <= {2}  # one batch a round, whoever took part
     assert bool(counters) == any(isinstance(layer, nn.BatchNorm2d) for layer in module.modules())

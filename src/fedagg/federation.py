@@ -162,7 +162,9 @@ def run(
     engine = engines.build(config.engine, setting, config)
     evaluator = Evaluator(setting, data.x_test, data.y_test)
     samples = Samples(parts)
-    memory = ClientMemory(len(samples), layout.d, spills(config, len(samples), layout.d)) if algorithm.remembers else None
+    memory = None
+    if algorithm.remembers:
+        memory = ClientMemory(len(samples), layout.d, spills(config, len(samples), layout.d), device)
     downlink = Downlink(config.downlink_bits, config.seed)
     faults = Faults(
         seed=config.seed,

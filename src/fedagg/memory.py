@@ -22,19 +22,19 @@ class ClientMemory:
     `disk`, the rows live in a sparse file without a name, which goes with the process; only the operating system's cache is memory.
     """
 
-    def __init__(self, clients: int, d: int, disk: bool = False) -> None:
-        self.d = d
+    def __init__(self, clients: int, d: int, disk: bool = False, device: torch.device | str = "cpu") -> None:
+        self.d, self.device = d, "cpu" if disk else device
         self.rows: dict[int, Tensor] = {}
         self.staged: dict[int, Tensor] = {}
         self.kept: dict[int, Tensor] = {}
         self.room = Room(clients, d) if disk else None
 
     def read(self, clients: Sequence[int]) -> Tensor:
-        zero = torch.zeros(self.d)
+        zero = torch.zeros(self.d, device=self.device)
         return torch.stack([self.rows.get(client, zero) for client in clients])
 
     def stage(self, clients: Sequence[int], vectors: Tensor) -> None:
-        self.staged.update(zip(clients, vectors.cpu().unbind(), strict=True))
+        self.staged.update(zip(clients, vectors.to(self.device).unbind(), strict=True))
 
     def keep(self, valid: Iterable[int]) -> None:
         """The server has judged: of what is staged, this stays."""
@@ -48,7 +48,7 @@ class ClientMemory:
 
     def write(self, client: int, vector: Tensor) -> None:
         if self.room is None:
-            self.rows[client] = vector.clone()
+            self.rows[client] = vector.to(self.device, copy=True)
             return
         if client not in self.rows:
             self.rows[client] = self.room.row(client)

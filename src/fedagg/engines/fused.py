@@ -151,9 +151,7 @@ class FusedConvolution:
     """Convolution of n clients' images with n clients' filters."""
 
     half = False  # products in bfloat16, sums in float32
-    splits_for = 528  # blocks that keep a large GPU busy
-    conv_tile = (128, 32, 64, 4, 3)  # pixels, depth, channels of a block; warps, stages of its pipeline
-    grad_tile = (64, 64, 64, 4, 3)
+    splits_for = 264  # blocks that keep a large GPU busy
 
     def __init__(self, n: int, padding: int) -> None:
         self.n, self.padding = n, padding
@@ -166,11 +164,11 @@ class FusedConvolution:
         x = x.contiguous(memory_format=torch.channels_last)
         y = torch.empty(images, outputs, ho, wo, device=x.device, memory_format=torch.channels_last)
         m = images // n * ho * wo
-        bm, bk, bo, warps, stages = self.conv_tile
-        tile: dict[str, Any] = {"BM": bm, "BK": block(k * k * channels, bk), "BO": block(outputs, bo)}
+        wide = outputs >= 128  # blocks measured on an H200
+        tile: dict[str, Any] = {"BM": 128, "BK": block(k * k * channels, 32), "BO": block(outputs, 128 if wide else 64)}
         grid = (triton.cdiv(m, tile["BM"]), triton.cdiv(outputs, tile["BO"]), n)
         _conv[grid](x, w, b if b is not None else w, y, m, height, width, ho, wo, padding, C=channels, O=outputs, K=k,
-                    BIAS=b is not None, PRECISION=precision(), HALF=self.half, num_warps=warps, num_stages=stages, **tile)  # fmt: skip
+                    BIAS=b is not None, PRECISION=precision(), HALF=self.half, num_warps=8 if wide else 4, num_stages=3, **tile)  # fmt: skip
         return y
 
     def forward(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
@@ -189,8 +187,7 @@ class FusedConvolution:
         shifted = padded.unfold(3, wo, 1).transpose(2, 3).contiguous()  # (images, C, k, H + 2p, WO)
         dy = dy.contiguous()
         m, depth = images // n * ho * wo, k * k * channels
-        bm, bk, bo, warps, stages = self.grad_tile
-        tile: dict[str, Any] = {"BM": bm, "BK": block(depth, bk), "BO": block(outputs, bo)}
+        tile: dict[str, Any] = {"BM": 32, "BK": block(depth, 128 if channels >= 64 else 64), "BO": block(outputs, 64)}
         tiles = triton.cdiv(depth, tile["BK"]) * triton.cdiv(outputs, tile["BO"])
         splits = max(1, min(triton.cdiv(m, 4 * tile["BM"]), triton.cdiv(self.splits_for, tiles * n)))
         span = triton.cdiv(triton.cdiv(m, splits), tile["BM"]) * tile["BM"]
@@ -198,7 +195,8 @@ class FusedConvolution:
         part = x.new_empty(splits, n, outputs, depth)
         grid = (triton.cdiv(depth, tile["BK"]), triton.cdiv(outputs, tile["BO"]), splits * n)
         _weight_gradient[grid](shifted, dy, part, m, span, n, C=channels, O=outputs, K=k, PIXELS=ho * wo, WO=wo,
-                               PLANE=(height + 2 * self.padding) * wo, PRECISION=precision(), HALF=self.half, num_warps=warps, num_stages=stages, **tile)  # fmt: skip
+                               PLANE=(height + 2 * self.padding) * wo, PRECISION=precision(), HALF=self.half,
+                               num_warps=4, num_stages=3, **tile)  # fmt: skip
         dw.copy_(part.sum(0).view(n, outputs, channels, k, k))
 
 
