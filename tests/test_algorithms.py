@@ -25,6 +25,7 @@ from fedagg.errors import SettingError
 from fedagg.flat import Layout, Model
 
 Array = NDArray[np.float64]
+Indices = NDArray[np.int64]
 Direction = Callable[[Array, Array], Array]
 
 SIZES = (3, 9, 4, 13, 6)  # batches of 4: 1, 3, 1, 4 and 2 steps an epoch, some of them short
@@ -43,7 +44,7 @@ SETTINGS: dict[str, Any] = {
 # --- the problem: softmax regression, each client with labels of mostly one class ------------------------------------
 
 
-def make_data() -> tuple[fedagg.Dataset, list[Array]]:
+def make_data() -> tuple[fedagg.Dataset, list[Indices]]:
     rng = np.random.default_rng(0)
     owner = np.repeat(np.arange(len(SIZES)), SIZES)
     y = np.where(rng.random(len(owner)) < 0.8, owner % CLASSES, rng.integers(CLASSES, size=len(owner)))
@@ -66,8 +67,8 @@ def flat(module: nn.Module) -> Array:
     return np.concatenate([p.detach().double().numpy().ravel() for p in module.parameters()])
 
 
-def run(algorithm: str, rounds: int, model: nn.Module | None = None, **settings: Any) -> fedagg.Result:
-    module = model if model is not None else make_linear()
+def run(algorithm: str, rounds: int, module: nn.Module | None = None, /, **settings: Any) -> fedagg.Result:
+    module = module if module is not None else make_linear()
     result = fedagg.run(
         algorithm=algorithm, data=DATA, parts=PARTS, model=module, rounds=rounds, **{**SETTINGS, **settings}
     )
@@ -78,7 +79,7 @@ def run(algorithm: str, rounds: int, model: nn.Module | None = None, **settings:
 # --- the reference ----------------------------------------------------------------------------------------------------
 
 
-def gradient(w: Array, rows: Array) -> Array:
+def gradient(w: Array, rows: Indices) -> Array:
     """Of the mean cross-entropy of these samples, for weights (C, F) then biases (C,)."""
     x, y = X[rows], Y[rows]
     z = x @ w[: CLASSES * FEATURES].reshape(CLASSES, FEATURES).T + w[CLASSES * FEATURES :]
@@ -89,7 +90,7 @@ def gradient(w: Array, rows: Array) -> Array:
     return np.concatenate([(p.T @ x).ravel(), p.sum(0)])
 
 
-def batches(t: int, client: int) -> list[Array]:
+def batches(t: int, client: int) -> list[Indices]:
     """The mini-batches of a client's round: the run's own order, cut by hand."""
     order = seeding.batches(seeding.derive(SEED, "client", t, 0, client), SIZES[client], EPOCHS).numpy()
     return [PARTS[client][epoch[at : at + BATCH]] for epoch in order for at in range(0, len(epoch), BATCH)]
@@ -109,7 +110,7 @@ def chosen(t: int) -> list[int]:
 
 def by_size(values: list[Array], clients: list[int]) -> Array:
     sizes = np.array([SIZES[i] for i in clients], dtype=float)
-    return sum(s * v for s, v in zip(sizes / sizes.sum(), values, strict=True))  # type: ignore[return-value]
+    return np.average(np.stack(values), axis=0, weights=sizes)
 
 
 def mean(values: list[Array]) -> Array:
@@ -338,9 +339,7 @@ def alone(optimizer: Callable[[nn.Module], torch.optim.Optimizer], clip: float =
 )
 def test_client_optimiser_is_torchs(settings: dict[str, Any], optimizer: Callable[[nn.Module], Any]) -> None:
     shared = {**SETTINGS, **settings, "participation": 1.0}
-    ours = fedagg.run(
-        algorithm="fedavg", data=DATA, parts=[np.arange(len(X))], model=make_linear(), rounds=2, **shared
-    )
+    ours = fedagg.run(algorithm="fedavg", data=DATA, parts=[np.arange(len(X))], model=make_linear(), rounds=2, **shared)
     wanted = alone(optimizer, settings.get("clip", 0.0))
     np.testing.assert_allclose(flat(ours.model), wanted, rtol=1e-4, atol=1e-5)
     assert np.abs(wanted - alone(lambda m: torch.optim.SGD(m.parameters(), lr=LR))).max() > 1e-2
@@ -377,7 +376,7 @@ def test_fedbabu_trains_the_body_as_if_the_head_were_not_there() -> None:
 
 
 def test_fedbabu_records_its_two_figures(tmp_path: Path) -> None:
-    """`accuracy` under the untouched head; `personal_accuracy` after fine-tuning all of it, done again here with torch."""
+    """`accuracy` under the untouched head; `personal_accuracy` after fine-tuning all of it, done again with torch."""
     rounds = 2
     result = fedagg.run(
         algorithm="fedbabu", data=DATA, parts=PARTS, model=make_mlp(), rounds=rounds, out=tmp_path / "run", **SETTINGS
@@ -531,13 +530,14 @@ def make_normed() -> nn.Sequential:
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "fedadam", "fedyogi", "fedadagrad", "fedexp", "scaffold", "feddyn"])
 def test_buffers_are_averaged_by_size_and_seen_by_no_optimiser(algorithm: str) -> None:
-    """Full batches, one epoch: the statistics after a round follow from the initial weights alone, whatever the server does."""
-    module = make_normed()
+    """Full batches, one epoch: statistics after a round follow from the initial weights, whatever the server does."""
+    first = make_normed()[0]
+    weight, bias = (p.detach().double().numpy() for p in first.parameters())
     settings = {"batch_size": 64, "epochs": 1, "participation": 1.0}
     after = run(algorithm, 1, make_normed(), **settings).model.state_dict()
     means, variances = [], []
     for part in PARTS:
-        z = X[part] @ module[0].weight.detach().double().numpy().T + module[0].bias.detach().double().numpy()
+        z = X[part] @ weight.T + bias
         means.append(0.1 * z.mean(0))
         variances.append(0.9 + 0.1 * z.var(0, ddof=1))
     everyone = list(range(len(SIZES)))

@@ -35,7 +35,7 @@ def built(name: str, shape: tuple[int, int, int]) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", models.names())
-@pytest.mark.parametrize(("algorithm", "settings"), RUNS, ids=lambda v: v if isinstance(v, str) else "-".join(v.values()))
+@pytest.mark.parametrize(("algorithm", "settings"), RUNS, ids=["-".join([name, *more.values()]) for name, more in RUNS])
 def test_trains(algorithm: str, settings: dict[str, Any], name: str) -> None:
     shape = (3, 32, 32) if name in COLOUR else (1, 28, 28)
     module = built(name, shape)

@@ -291,7 +291,7 @@ def test_fedagg_takes_clients_that_blew_up_for_a_broken_model(usual: float | Non
     algorithm = started()
     if usual:
         algorithm.state["loss"] = torch.tensor(usual, dtype=torch.float64)
-    algorithm.state["good_w"] = torch.full((D,), 7.0)
+    algorithm.state["good/w"] = torch.full((D,), 7.0)
     clients = federation_of(8, Faults(), engine=BlowingUp())
     back = algorithm.round(clients.model, clients)
     assert sorted(clients.left_out) == [0, 1, 2]
@@ -301,7 +301,7 @@ def test_fedagg_takes_clients_that_blew_up_for_a_broken_model(usual: float | Non
 
 def test_fedagg_takes_back_a_step_after_which_everybody_blows_up_but_not_one_after_which_nobody_answers() -> None:
     algorithm = started()
-    algorithm.state["good_w"] = torch.full((D,), 7.0)
+    algorithm.state["good/w"] = torch.full((D,), 7.0)
     blown = federation_of(8, Faults(), engine=Scripted(loss=float("inf")))
     assert torch.equal(algorithm.round(blown.model, blown).w, torch.full((D,), 7.0))
     for faults in (Faults(dropout=1.0), next(f for s in range(9999) if all((f := Faults(s, corrupt_rate=1.0)).kind(0, c) in ("nan", "shape") for c in range(3)))):

@@ -54,7 +54,9 @@ def objective(rates: Array, phi1: Array, phi2: Array, w: Array, alpha: float) ->
 def test_rates_minimise_the_objective(problem: tuple[Tensor, Tensor, Tensor, float]) -> None:
     phi1, phi2, w, alpha = problem
     args = (phi1.numpy(), phi2.numpy(), w.numpy(), alpha)
-    found = minimize(objective, np.zeros(len(phi1)), args=args, method="BFGS", options={"gtol": 1e-9, "maxiter": 2000}).x
+    found = minimize(
+        objective, np.zeros(len(phi1)), args=args, method="BFGS", options={"gtol": 1e-9, "maxiter": 2000}
+    ).x
     rates = learning_rates(phi1, phi2, w, alpha).numpy()
     np.testing.assert_allclose(rates, found, rtol=1e-4, atol=1e-5)
     assert objective(rates, *args) <= objective(found, *args) * (1 + 1e-12)
@@ -77,15 +79,15 @@ def test_rates_satisfy_equation_15(problem: tuple[Tensor, Tensor, Tensor, float]
     phi1, phi2, w, alpha = problem
     epochs, here = len(phi1), w
     plan = learning_rates(phi1, phi2, w, alpha)
-    for l in range(epochs):
-        bracket = (epochs - l) * here
-        for r in range(l, epochs):
+    for p in range(epochs):
+        bracket = (epochs - p) * here
+        for r in range(p, epochs):
             bracket = bracket - (epochs - r) * plan[r] * phi1[r]
-        for k in range(l + 1, epochs + 1):
+        for k in range(p + 1, epochs + 1):
             bracket = bracket - phi2[k]
-        expected = (1 - alpha) / alpha * (phi1[l] @ bracket)
-        assert float(plan[l]) == pytest.approx(float(expected), rel=1e-7, abs=1e-9)
-        here = here - plan[l] * phi1[l]
+        expected = (1 - alpha) / alpha * (phi1[p] @ bracket)
+        assert float(plan[p]) == pytest.approx(float(expected), rel=1e-7, abs=1e-9)
+        here = here - plan[p] * phi1[p]
 
 
 @patient

@@ -1,9 +1,11 @@
 """Heterogeneous quadratics f_k = a_k/2 (θ - b_k)²: where each method must end is known in closed form.
 
-The minimiser of the average is Σ a_k b_k / Σ a_k. FedAvg's clients run towards their own b_k, so its limit is another point;
-FedDyn and SCAFFOLD must reach the joint one. All of it passes through `fedagg.run`, in float32. Each of the coordinates is a
-scalar problem of its own; there are some, because clients are judged by how far they moved, and one scalar may chance to stand
-still beside others that do not.
+The minimiser of the average is Σ a_k b_k / Σ a_k. FedAvg's clients run towards their own b_k, so its limit is another
+point; FedDyn and SCAFFOLD must reach the joint one. All of it passes through `fedagg.run`, in float32.
+
+Each of the coordinates is a scalar problem of its own. There are several, and two thirds of the clients take part in
+SCAFFOLD's partial rounds, because clients are judged by how far they moved beside the others: with fewer, the one
+client that still has something to say near the optimum can be taken for a broken one.
 """
 
 from __future__ import annotations
@@ -84,7 +86,10 @@ def weighted(share: Array) -> Array:
 
 
 ALPHA = 1.0
-EXACT: dict[str, Any] = {"epochs": 16, "lr": 2 / (0.5 + 2.0 + 2 * ALPHA)}  # the local error shrinks 3-fold a step: to 2e-8
+EXACT: dict[str, Any] = {
+    "epochs": 16,
+    "lr": 2 / (0.5 + 2.0 + 2 * ALPHA),
+}  # the local error shrinks to 2e-8
 
 
 @pytest.mark.parametrize(("participation", "rounds"), [(1.0, 40), (0.5, 100)])

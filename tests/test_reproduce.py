@@ -408,6 +408,14 @@ def test_a_partly_measured_row_does_not_count_as_won(filled: tuple[Spec, Store])
     assert "Of these methods FedAgg is best in 1 of 1 settings here, in 1 in the paper." in built.notes()
 
 
+def test_two_forms_of_fedagg_do_not_win_for_each_other(filled: tuple[Spec, Store]) -> None:
+    spec, store = filled
+    put(store, spec, 0, "fedagg-paper", 0.99)
+    built = table.build(spec, store, also=grid.every_method())
+    assert built.lines[0].best == "fedagg-paper"
+    assert "Of these methods FedAgg is best in 0 of 1 settings here, in 1 in the paper." in built.notes()
+
+
 def test_formats(filled: tuple[Spec, Store]) -> None:
     built = table.build(*filled)
     marked = formats.markdown(built).splitlines()

@@ -1,6 +1,6 @@
 """The methods, one short file each, holding only what differs from FedAvg."""
 
-from fedagg.algorithms import (
+from fedagg.algorithms import (  # noqa: F401 - importing them registers them
     fedadagrad,
     fedadam,
     fedagg,

@@ -18,8 +18,8 @@ from fedagg.flat import Layout, Model
 class Algorithm:
     """FedAvg is the default of every method here; an algorithm overrides what differs.
 
-    Dataclass fields are the algorithm's options: the configuration fills those whose names it knows. `state` is all that the
-    server carries from round to round; it is saved with every checkpoint.
+    Dataclass fields are the algorithm's options: the configuration fills those whose names it knows. `state` is all
+    that the server carries from round to round; it is saved with every checkpoint.
     """
 
     lr: float = 0.01
@@ -45,7 +45,7 @@ class Algorithm:
         return self.update(model, clients.train(self.work(clients)), clients)
 
     def remember(self, chunk: Chunk, work: Work) -> Tensor:
-        """What clients keep for next time, (n, d). Runs on the client: it sees its work and nothing of the server's state."""
+        """What clients keep for next time, (n, d). Runs on the client: it sees its work, not the server's state."""
         raise AssertionError("only algorithms whose clients remember are asked")
 
     def reported(self, model: Model) -> Model:

@@ -21,9 +21,12 @@ from fedagg.flat import Layout, Model
 
 LEAST_OWN = 0.1  # λ never falls below: a client that ignored its own gradient would teach the server nothing
 RATE_BAND = (0.1, 2.0)  # rates stay within these multiples of the pace
-RATE_CEILING = 1.0  # and under this multiple of λ: where clients disagree, the federation slows down
+RATE_CEILING = 0.3  # and under this
+RATE_PER_OWN = 1.0  # and under this multiple of λ: where clients disagree, the federation slows down
 LOSS_JUMP = 1.5  # a training loss over this multiple of its running mean means the last round broke the model
 LOST_SHARE = 0.2  # so do more clients than this that blew up
+TRIAL_ROUNDS = 3  # after these the model must be better than untrained
+STILLBORN = 1.02  # times the untrained model's loss
 RECOVERY = 1.2  # the pace, halved when a round is undone, grows back by this a round
 KEPT = ("phi1", "known", "agreement", "distance", "gradients2", "weighted2")  # what an undone round gives back
 
@@ -37,9 +40,13 @@ class FedAgg(Algorithm):
     pace: str = "weighted"
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
+        self.reset(model)
+
+    def reset(self, model: Model) -> None:
         zero = torch.zeros((), dtype=torch.float64)
         self.state |= {
             "w0": model.w,  # where training began
+            "buffers0": model.buffers,
             "phi1": torch.zeros_like(model.w),  # the aggregated gradient, one for all epochs
             "known": zero.clone(),  # rounds that gave a mean field
             "agreement": zero + 1.0,
@@ -78,7 +85,8 @@ class FedAgg(Algorithm):
         norm2 = steps * steps * float(phi1.double().square().sum())  # |S φ1|²
         ahead = torch.arange(1, epochs + 1, dtype=torch.float64).flip(0).cumsum(0).flip(0)  # Σ_{k>p} k
         rate, slope = meanfield.affine_rates(torch.full((epochs, epochs), norm2), -pace * norm2 * ahead, self.alpha)
-        low, high = min(RATE_BAND[0] * pace, RATE_CEILING * own), min(RATE_CEILING * own, RATE_BAND[1] * pace)
+        ceiling = min(RATE_CEILING, RATE_PER_OWN * own)
+        low, high = min(RATE_BAND[0] * pace, ceiling), min(RATE_BAND[1] * pace, ceiling)
         return Work(
             rate=rate,
             slope=steps * slope.sum(1, keepdim=True),
@@ -100,6 +108,8 @@ class FedAgg(Algorithm):
             raise
         if self.broken(out, clients):
             return self.undo()
+        if self.stillborn():
+            return self.restart()
         self.keep(model)
         self.learn(out, clients)
         nxt = model.moved(out.mean, out.buffers)
@@ -130,23 +140,25 @@ class FedAgg(Algorithm):
         self.state["weighted2"] = self.state["weighted2"] + far * far * total2
 
     def broken(self, out: Outcome, clients: Clients) -> bool:
-        """Did the last step break the model? The loss of the clients' first mini-batches is the model's own, and costs nothing.
-
-        It must not jump, by more than sampling explains, nor rise above the untrained model's; and clients must not blow up on it.
-        The first step, which had no mean field and so no pace of its own, gets no benefit of the doubt."""
+        """Did the last step break the model? The loss of the clients' first mini-batches is the model's own, and costs nothing: it
+        must not jump by more than sampling explains, and clients must not blow up on it."""
         loss, usual = float(out.first.mean()), self.number("loss")
         if self.blown_up(clients) > LOST_SHARE:
             return True
         if not self.number("known"):
             self.state["loss"] = self.state["first_loss"] = torch.tensor(loss, dtype=torch.float64)
             return False
-        spread = float(out.first.std()) / math.sqrt(len(out.clients)) if len(out.clients) > 1 else math.inf
-        doubt = 3.0 * spread if self.number("known") > 1 else 0.0
-        if not loss - doubt <= min(LOSS_JUMP * usual, self.number("first_loss")):
+        doubt = 3.0 * float(out.first.std()) / math.sqrt(len(out.clients)) if len(out.clients) > 1 else math.inf
+        if not loss - doubt <= LOSS_JUMP * usual:
             return True
         self.state["loss"] = torch.tensor((usual + loss) / 2, dtype=torch.float64)
         self.state["caution"] = (self.state["caution"] * RECOVERY).clamp(max=1.0)
         return False
+
+    def stillborn(self) -> bool:
+        """The first steps had no mean field and so no pace of their own. Did they kill the model? Then it is, after a few rounds, no
+        better than untrained."""
+        return self.number("known") == TRIAL_ROUNDS and self.number("loss") > STILLBORN * self.number("first_loss")
 
     def blown_up(self, clients: Clients) -> float:
         """The share of those that answered who blew up in training: left out, with a training loss to match. A client that was left
@@ -166,6 +178,13 @@ class FedAgg(Algorithm):
         self.state["caution"] = self.state["caution"] / 2
         self.state |= {name: self.state[f"good/{name}"] for name in KEPT}
         return Model(self.state["good/w"], self.state["good/buffers"])
+
+    def restart(self) -> Model:
+        """Begin again from the untrained model, far more carefully."""
+        model, cautious = Model(self.state["w0"], self.state["buffers0"]), self.state["caution"] / 4
+        self.reset(model)
+        self.state["caution"] = cautious
+        return model
 
     def figures(self) -> dict[str, float]:
         return {"pace": self.reference(), "own_share": self.own_share(), "caution": self.number("caution")}

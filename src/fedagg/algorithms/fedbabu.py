@@ -1,8 +1,8 @@
 """FedBABU (Oh, Kim, Yun 2022): clients train the body under one random head that never moves.
 
-The head is not in the optimiser at all, so not even weight decay moves it. Two figures come of it: the global model under its
-untouched head (`accuracy`), and the mean over clients after each has fine-tuned the whole model on its own data, on a test set
-weighted by its own labels (`personal_accuracy`).
+The head is not in the optimiser at all, so not even weight decay moves it. Two figures come of it: the global model
+under its untouched head (`accuracy`), and the mean over clients after each has fine-tuned the whole model on its own
+data, on a test set weighted by its own labels (`personal_accuracy`).
 """
 
 from dataclasses import dataclass, replace
@@ -26,7 +26,9 @@ class FedBABU(Algorithm):
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
         if not models.has_body(module, self.head):
-            raise SettingError("algorithm", self.name, "needs a model with a body below its head: choose --model mnist-cnn or another")
+            raise SettingError(
+                "algorithm", self.name, "needs a model with a body below its head: choose --model mnist-cnn or another"
+            )
         self.state["mask"] = 1.0 - layout.mask(set(models.head_parameters(module, self.head))).to(model.w.device)
 
     def work(self, clients: Clients) -> Work:

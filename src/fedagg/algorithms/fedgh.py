@@ -1,8 +1,9 @@
 """FedGH (Yi et al. 2023): the server trains the global header on what the clients' bodies make of their data.
 
-Clients train the whole model and upload, beside it, the mean representation of each class they hold. The server averages the
-bodies. The header it does not average: it goes on training the one it broadcast, on those means by cross-entropy, each weighted
-by its samples, and broadcasts the result. `accuracy` is that of the averaged bodies under the trained header.
+Clients train the whole model and upload, beside it, the mean representation of each class they hold. The server
+averages the bodies. The header it does not average: it goes on training the one it broadcast, on those means by
+cross-entropy, each weighted by its samples, and broadcasts the result. `accuracy` is that of the averaged bodies
+under the trained header.
 """
 
 import copy
@@ -62,7 +63,7 @@ class FedGH(Algorithm):
             then = float(loss(trial))
             if then < now:
                 header, now = trial, then
-            else:  # representations may be of any size: a step that does not help is not taken, the next is half as long
+            else:  # representations may be of any size: a step that does not help is not taken, the next is shorter
                 rate /= 2
         self.loss_after = now
         w = model.w + out.mean
