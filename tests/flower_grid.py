@@ -1,4 +1,4 @@
-"""A federation in this process: a Grid that hands every message to the ClientApp at once, through Flower's own bytes."""
+"""A federation in one process: a Grid that hands messages to the ClientApp at once, through Flower's own bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def through_the_wire(message: Message) -> tuple[Message, int]:
 
 
 class HereGrid(Grid):
-    """Nodes 1000, 1001, ... hold the partitions 0, 1, ... `tamper` may lose, alter or double a reply to a train message."""
+    """Nodes 1000, 1001, ... hold partitions 0, 1, ...; `tamper` may lose, alter or double what they answer to work."""
 
     def __init__(self, app: Any, nodes: int, tamper: Tamper | None = None) -> None:
         self.app, self.tamper = app, tamper

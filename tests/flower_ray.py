@@ -1,15 +1,15 @@
-"""Run by test_flower_ray.py in a process of its own: four methods over one of Flower's simulations, weights into a file."""
+"""Run by test_flower_ray.py in a process of its own: four methods in one Flower simulation, weights into a file."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-import test_flower
 from flwr.serverapp import ServerApp
 from flwr.simulation import run_simulation
 from safetensors.torch import save_file
 
+import test_flower
 from fedagg.flower import FedAggStrategy, client_app
 
 METHODS = ("fedavg", "fedagg", "fedadam", "feddyn")
@@ -28,6 +28,9 @@ def main(grid, context):
 
 
 if __name__ == "__main__":
-    resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": 2, "include_dashboard": False}}
+    resources = {
+        "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+        "init_args": {"num_cpus": 2, "include_dashboard": False},
+    }
     run_simulation(server, client, test_flower.NODES, backend_config=resources)
     assert Path(sys.argv[1]).exists()

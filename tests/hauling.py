@@ -1,4 +1,5 @@
-"""A long run, watched: `python hauling.py FOLDER ROUNDS` prints, as JSON, what each round took of time, memory and open files."""
+"""A long run, watched: `python hauling.py FOLDER ROUNDS` prints, as JSON, what each round took of time, memory and
+open files."""
 
 from __future__ import annotations
 
@@ -33,7 +34,13 @@ def main(folder: str, rounds: int) -> None:
     torch.set_num_threads(1)
     watch = Watch()
     result = fedagg.run(
-        rounds=rounds, out=folder, checkpoint_every=5, callbacks=[watch], dropout_rate=0.2, corrupt_rate=0.05, eval_every=5
+        rounds=rounds,
+        out=folder,
+        checkpoint_every=5,
+        callbacks=[watch],
+        dropout_rate=0.2,
+        corrupt_rate=0.05,
+        eval_every=5,
     )
     told = {"seconds": watch.seconds, "memory": watch.memory, "files": watch.files, "accuracy": result.accuracy}
     sys.stdout.write(json.dumps(told) + "\n")

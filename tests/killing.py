@@ -1,8 +1,9 @@
-"""Runs that are killed with SIGKILL at random moments and resumed until they end: `python killing.py FOLDER ENGINE KILLS SEED`.
+"""Runs that are killed with SIGKILL at random moments and resumed until they end: `python killing.py FOLDER ENGINE
+KILLS SEED`.
 
-One process imports everything once and forks a child per attempt, so that a kill costs the run's time alone. Prints a line of JSON
-per method: how often it was killed, in how many pieces it was made, and whether it ended like the run that was never killed.
-"""
+One process imports everything once and forks a child per attempt, so that a kill costs the run's time alone. Prints a
+line of JSON per method: how often it was killed, in how many pieces it was made, and whether it ended like the run
+that was never killed."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import tiny
 import torch
+
+import tiny
 
 ROUNDS = 10
 
@@ -35,7 +37,8 @@ def child(settings: dict[str, Any]) -> int:
 
 
 def killed(number: int, run: Path, chance: random.Random) -> bool:
-    """Kill the child some random while after it has recorded a random number of rounds; False where it had ended by then."""
+    """Kill the child some random while after it has recorded a random number of rounds; False where it had ended by
+    then."""
     record, rows = run / "metrics.jsonl", chance.randrange(ROUNDS)
     while os.waitpid(number, os.WNOHANG) == (0, 0):
         if rows == 0 or (record.exists() and record.read_bytes().count(b"\n") >= rows):

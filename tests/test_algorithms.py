@@ -520,6 +520,12 @@ def test_fedgh_never_raises_its_loss_however_bold_the_rate() -> None:
         assert row["header_loss_after"] < row["header_loss_before"]
 
 
+def test_fedgh_needs_a_head_with_a_name() -> None:
+    with pytest.raises(SettingError, match=r"nn\.Sequential"):
+        run("fedgh", 1, make_linear())
+    assert run("fedgh", 1, nn.Sequential(make_linear())).history[0]["header_loss_after"] > 0
+
+
 # --- buffers ----------------------------------------------------------------------------------------------------------
 
 

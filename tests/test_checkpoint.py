@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from safetensors.torch import save as save_tensors
 
+import tiny
 from fedagg import checkpoint, files, interrupt
 from fedagg.checkpoint import Checkpoint
 from fedagg.engines.sequential import Sequential
@@ -101,7 +101,10 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_used(tmp_path: Pa
     said = [str(w.message) for w in caught]
     assert said == [] if (suffix, how) == (".json", "gone") else "round-000002.json is damaged" in said[0]
     assert all("\n" not in text for text in said)
-    assert names(tmp_path) == ["round-000001.json", "round-000001.safetensors"]  # so that the run can write its own again
+    assert names(tmp_path) == [
+        "round-000001.json",
+        "round-000001.safetensors",
+    ]  # so that the run can write its own again
 
 
 def test_every_single_altered_byte_is_noticed(tmp_path: Path) -> None:
@@ -117,7 +120,7 @@ def test_every_single_altered_byte_is_noticed(tmp_path: Path) -> None:
     assert checkpoint.load(path).round == 1
 
 
-# --- a run that goes back to them --------------------------------------------------------------------------------------
+# --- a run that goes back to them -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +197,7 @@ def test_a_damaged_record_is_one_clear_line(tmp_path: Path, line: str) -> None:
         tiny.job(resume=run, algorithm="scaffold", checkpoint_every=2)
 
 
-# --- stopped at the worst moment ---------------------------------------------------------------------------------------
+# --- stopped at the worst moment ------------------------------------------------------------------------------------
 
 
 class Killed(BaseException):
@@ -226,7 +229,8 @@ def killed_at(number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int
 
 
 def test_killed_at_every_single_operation_on_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Begin, kill at operation n, resume, kill that at its n-th operation as well, resume: the end is always the same."""
+    """Begin, kill at operation n, resume, kill that at its n-th operation as well, resume: the end is always the
+    same."""
     settings = {"algorithm": "feddyn", "checkpoint_every": 1, "rounds": 4, "epochs": 1}
     tiny.job(out=tmp_path / "whole", **settings)
     number, kills = 0, 0
@@ -286,9 +290,14 @@ def test_an_interrupt_in_the_middle_of_a_round_drops_the_round(
 
 def test_an_interrupt_while_a_round_is_booked_waits() -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt), interrupt.held_back():
-        signal.raise_signal(signal.SIGINT)
-        done.append("whole")
+
+    def booked() -> None:
+        with interrupt.held_back():
+            signal.raise_signal(signal.SIGINT)
+            done.append("whole")
+
+    with pytest.raises(KeyboardInterrupt):
+        booked()
     assert done == ["whole"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     thread = threading.Thread(target=lambda: done.append(interrupt.held_back().__enter__()))
@@ -297,7 +306,7 @@ def test_an_interrupt_while_a_round_is_booked_waits() -> None:
     assert len(done) == 2
 
 
-# --- two at once ---------------------------------------------------------------------------------------------------------
+# --- two at once ----------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_in_use_is_refused_and_given_free_at_the_end(tmp_path: Path) -> None:
@@ -322,7 +331,7 @@ def test_a_folder_in_use_is_refused_and_given_free_at_the_end(tmp_path: Path) ->
         assert len(os.listdir("/proc/self/fd")) <= before
 
 
-# --- per-client memory -----------------------------------------------------------------------------------------------------
+# --- per-client memory ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("disk", [False, True])

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from rich.console import Console
 from torch import Tensor
 
 import fedagg
+import tiny
 from fedagg import algorithms, federation
 from fedagg.algorithms.fedagg import FedAgg
 from fedagg.cli import show
@@ -75,7 +75,7 @@ def only(kind: str, count: int = 8, corrupt: float = 0.3) -> tuple[Faults, list[
     raise AssertionError(kind)
 
 
-# --- left out, counted, renormalised -----------------------------------------------------------------------------------
+# --- left out, counted, renormalised --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("robust", ["mean", "clip", "median", "trimmed"])
@@ -147,7 +147,9 @@ def test_faults_are_recorded_and_repeatable(tmp_path: Path, engine: str) -> None
 
 
 def test_stragglers_do_some_of_their_epochs_and_count_with_the_steps_they_made() -> None:
-    faults = next(f for s in range(1000) if 0 < sum((f := Faults(s, straggler=0.5)).epochs(0, c, 3) < 3 for c in range(4)))
+    faults = next(
+        f for s in range(1000) if sum((f := Faults(s, straggler=0.5)).epochs(0, c, 3) < 3 for c in range(4)) > 0
+    )
     clients = federation_of(4, faults)
     out = clients.train(Work(rate=clients.constant(0.1)))
     done = [faults.epochs(0, client, 3) for client in range(4)]
@@ -172,7 +174,7 @@ def test_a_trace_that_is_not_finite_is_left_out_too() -> None:
     assert torch.isfinite(out.field.phi1).all()
 
 
-# --- nobody left -------------------------------------------------------------------------------------------------------
+# --- nobody left ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("engine", tiny.ENGINES)
@@ -215,7 +217,7 @@ def test_the_display_says_that_the_model_is_unchanged(monkeypatch: pytest.Monkey
     assert "no valid client: model unchanged" in text.getvalue()
 
 
-# --- state -------------------------------------------------------------------------------------------------------------
+# --- state ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["feddyn", "scaffold"])
@@ -256,7 +258,7 @@ def test_a_client_that_was_left_out_keeps_what_it_remembered(name: str, kind: st
         assert float(moved.w[0]) == pytest.approx(step)
 
 
-# --- FedAgg's guard ------------------------------------------------------------------------------------------------------
+# --- FedAgg's guard -------------------------------------------------------------------------------------------------
 
 
 def started(**more: Any) -> FedAgg:
@@ -267,7 +269,9 @@ def started(**more: Any) -> FedAgg:
 
 def test_fedagg_does_not_take_spoilt_answers_for_a_broken_model() -> None:
     """Three of eight answers are spoilt on the way: the training losses are as usual, so the round counts."""
-    faults = next(f for s in range(9999) if sum((f := Faults(s, corrupt_rate=0.4)).kind(0, c) is not None for c in range(8)) == 3)
+    faults = next(
+        f for s in range(9999) if sum((f := Faults(s, corrupt_rate=0.4)).kind(0, c) is not None for c in range(8)) == 3
+    )
     algorithm = started()
     clients = federation_of(8, faults)
     moved = algorithm.round(clients.model, clients)
@@ -304,7 +308,14 @@ def test_fedagg_takes_back_a_step_after_which_everybody_blows_up_but_not_one_aft
     algorithm.state["good/w"] = torch.full((D,), 7.0)
     blown = federation_of(8, Faults(), engine=Scripted(loss=float("inf")))
     assert torch.equal(algorithm.round(blown.model, blown).w, torch.full((D,), 7.0))
-    for faults in (Faults(dropout=1.0), next(f for s in range(9999) if all((f := Faults(s, corrupt_rate=1.0)).kind(0, c) in ("nan", "shape") for c in range(3)))):
+    for faults in (
+        Faults(dropout=1.0),
+        next(
+            f
+            for s in range(9999)
+            if all((f := Faults(s, corrupt_rate=1.0)).kind(0, c) in ("nan", "shape") for c in range(3))
+        ),
+    ):
         silent = federation_of(3, faults)
         before = {name: value.clone() for name, value in algorithm.state.items()}
         with pytest.raises(NoClients):
@@ -319,7 +330,7 @@ def test_fedagg_recovers_from_an_absurd_base_rate_even_among_corrupt_clients() -
         assert result.accuracy > 0.8, settings
 
 
-# --- accuracy ----------------------------------------------------------------------------------------------------------
+# --- accuracy -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -334,5 +345,3 @@ def test_accuracy_with_dropouts_and_corrupt_clients_is_within_two_points(algorit
     clean = accuracy()
     assert clean > 0.85
     assert accuracy(dropout_rate=0.3, corrupt_rate=0.1) > clean - 0.02
-
-

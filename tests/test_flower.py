@@ -8,7 +8,6 @@ pytest.importorskip("flwr", reason="needs fedagg[flower]")
 
 import numpy as np
 import torch
-from flower_grid import HereGrid
 from flwr.app import Array, Error, Message
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -20,6 +19,7 @@ from fedagg.flower import FedAggStrategy, client_app
 from fedagg.flower.data import node_data
 from fedagg.flower.messages import payload
 from fedagg.flower.server import CUSTOM, split
+from flower_grid import HereGrid
 
 NODES = 4
 DATA = fedagg.data.load("mnist-mini")
@@ -94,10 +94,10 @@ def test_the_record_counts_what_the_wire_carries(name, changes):
 
 @pytest.mark.parametrize(("bits", "most"), [(2, 1.05), (3, 1.05), (32, 1.51)])
 def test_fedagg_costs_what_fedavg_costs(bits, most):
-    """At 2 and 3 bits, FedAgg's messages are at most 1.05 times FedAvg's, framing included, for a model of 200,000 weights."""
+    """At 2 and 3 bits, FedAgg's messages are at most 1.05 times FedAvg's, framing included."""
     totals = {}
     for method in ("fedavg", "fedagg"):
-        strategy, grid = federated("lenet5", algorithm=method, downlink_bits=bits, participation=1.0, rounds=2, epochs=1)
+        _, grid = federated("lenet5", algorithm=method, downlink_bits=bits, participation=1.0, rounds=2, epochs=1)
         late = [size for m, size in grid.sent + grid.received if trains(m) and m.metadata.group_id == "2"]
         totals[method] = sum(late)
     assert totals["fedagg"] <= most * totals["fedavg"]
@@ -216,6 +216,17 @@ def test_too_few_answers_skip_the_round():
     assert strategy.about[1]["left_out"] == {"2": "no answer in time"}
 
 
+def test_a_skipped_round_leaves_the_servers_state_alone():
+    """Not even the rounding of a field that nobody answered to: the first is sent in round 2."""
+    silence = spoil(2, lambda sent, reply: [])
+    options = {"algorithm": "fedagg", "downlink_bits": 2, "participation": 1.0}
+    skipped, _ = federated(tamper=silence, quorum=NODES, rounds=2, **options)
+    before, _ = federated(rounds=1, **options)
+    assert skipped.downlink.error is None
+    assert torch.equal(skipped.now.w, before.now.w)
+    assert all(torch.equal(value, before.algorithm.state[name]) for name, value in skipped.algorithm.state.items())
+
+
 def test_nodes_join_late_leave_and_come_back():
     grid = HereGrid(client_app(model, node), NODES)
     grid.gone = {1002, 1003}
@@ -242,7 +253,7 @@ def test_two_nodes_cannot_be_the_same_client():
 
 @pytest.mark.parametrize("method", ["fedagg", "feddyn", "fedadam"])
 def test_a_restarted_server_goes_on_as_if_nothing_had_happened(method, tmp_path):
-    """The server dies in round 3, in the middle of it; a new one, and a new run, finish. The nodes' state is on their disks."""
+    """The server dies in the middle of round 3; a new run finishes. The nodes' state is on their disks."""
     whole, _ = federated(algorithm=method, downlink_bits=3, rounds=4, out=tmp_path / "whole")
 
     def nodes(tamper=None):
@@ -275,7 +286,11 @@ def test_settings_come_from_the_run_configuration():
     config, own = split({"clients": 5, "lr": 0.1, "downlink-bits": 3, "timeout": 30, "out": "", "quorum": 2})
     assert (config.clients, config.lr, config.downlink_bits, config.participation) == (5, 0.1, 3, 1.0)
     assert own == {"timeout": 30.0, "quorum": 2}
-    for wrong, about in (({}, "clients"), ({"clients": 2, "roundz": 1}, "roundz"), ({"clients": 2, "timeout": "x"}, "timeout")):
+    for wrong, about in (
+        ({}, "clients"),
+        ({"clients": 2, "roundz": 1}, "roundz"),
+        ({"clients": 2, "timeout": "x"}, "timeout"),
+    ):
         with pytest.raises(SettingError, match=about):
             split(dict(wrong))
 

@@ -8,15 +8,15 @@ pytest.importorskip("flwr", reason="needs fedagg[flower]")
 
 import numpy as np
 import torch
-from flower_grid import HereGrid
 from flwr.client.mod import secaggplus_mod
 from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod
 from flwr.common import bytes_to_ndarray
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping
-from test_flower import NODES, federated, model, node, settings, trains
 
 from fedagg.errors import SettingError
 from fedagg.flower import FedAggStrategy, client_app
+from flower_grid import HereGrid
+from test_flower import NODES, federated, model, node, settings, trains
 
 
 def secured(grid=None, **changes):
@@ -46,7 +46,7 @@ def test_under_secure_aggregation_no_message_holds_an_update():
         for m, _ in seen.received
         if trains(m)
     }
-    _, grid = secured(algorithm="fedagg", rounds=1)
+    strategy, grid = secured(algorithm="fedagg", rounds=1)
     masked = {}
     for message, _ in grid.received:
         if trains(message):
@@ -55,6 +55,7 @@ def test_under_secure_aggregation_no_message_holds_an_update():
                 if "masked_params" in record:
                     masked[message.metadata.src_node_id] = bytes_to_ndarray(record["masked_params"][1])
     assert sorted(masked) == sorted(updates)
+    assert strategy.book.history[0]["bytes_up"] == sum(vectors.nbytes for vectors in masked.values())
     for sender, vectors in masked.items():
         share = vectors.reshape(3, -1)[0] / 2.0**32
         assert abs(share.mean() - 0.5) < 0.02
@@ -82,7 +83,7 @@ def test_secure_aggregation_needs_a_model_without_buffers():
 
 
 def test_local_noise_reaches_the_server_as_the_mod_made_it():
-    """LocalDpMod clips every update to norm 0.5 and adds noise of standard deviation σ = s √(2 ln(1.25/δ)) / ε to every weight."""
+    """LocalDpMod clips updates to norm 0.5 and adds noise of deviation σ = s √(2 ln(1.25/δ)) / ε to every weight."""
     sigma = 1e-4 * np.sqrt(2 * np.log(1.25 / 1e-5)) / 1.0
     mod = LocalDpMod(clipping_norm=0.5, sensitivity=1e-4, epsilon=1.0, delta=1e-5)
     grid = HereGrid(client_app(model, node, mods=[mod]), NODES)

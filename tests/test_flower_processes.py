@@ -21,13 +21,13 @@ if not Path("/proc/self/environ").exists():
     pytest.skip("finds its processes in /proc", allow_module_level=True)
 
 import torch
-from flower_grid import HereGrid
 from safetensors.torch import load as load_tensors
 
 from fedagg import seeding
 from fedagg.flower import FedAggStrategy, client_app
 from fedagg.flower.keys import node_key
 from fedagg.flower.server import split
+from flower_grid import HereGrid
 
 BIN = Path(sys.executable).parent
 SOURCE = Path(__file__).parent.parent / "src"
@@ -53,7 +53,7 @@ def until(what: str, done: Callable[[], object], seconds: float) -> None:
 
 
 class Federation:
-    """The processes of one test. Each carries a mark in its environment, and so do their children, wherever they detach to."""
+    """The processes of one test. Each carries a mark in its environment, and so do its children, even detached."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.tag = folder, f"{os.getpid()}-{time.monotonic_ns()}"
@@ -73,7 +73,9 @@ class Federation:
         return {**self.environment, MARK: f"{self.tag}/{name}"}
 
     def command(self, *words: str) -> str:
-        done = subprocess.run(words, cwd=self.folder, env=self.env("command"), capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            words, cwd=self.folder, env=self.env("command"), capture_output=True, text=True, timeout=60
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -159,11 +161,11 @@ def test_five_rounds_with_tls_and_keys_and_a_death_in_the_third(federation: Fede
 
     f.command(
         "flwr", "run", ".", "deployment", "--run-config",
-        f"clients={NODES} rounds={ROUNDS} eval-every={ROUNDS} timeout=30.0 out='{f.folder}/runs'",
+        f"clients={NODES} rounds={ROUNDS} eval-every={ROUNDS} timeout=45.0 out='{f.folder}/runs'",
     )  # fmt: skip
-    until("two rounds", lambda: len(f.rows("metrics.jsonl")) >= 2, 200)
+    until("two rounds", lambda: len(f.rows("metrics.jsonl")) >= 2, 300)
     f.kill("node-2")
-    until("the run", lambda: (f.folder / "runs" / "result.json").exists(), 200)
+    until("the run", lambda: (f.folder / "runs" / "result.json").exists(), 300)
 
     rows, clients = f.rows("metrics.jsonl"), f.rows("clients.jsonl")
     assert [row["round"] for row in rows] == [1, 2, 3, 4, 5]
@@ -185,7 +187,9 @@ def replayed(clients: list[dict]) -> dict[str, torch.Tensor]:
     """The same five rounds in this process, without the answers that the record says were missing."""
     task = runpy.run_path(str(SOURCE / "fedagg" / "flower" / "template" / "federation" / "task.py"))
     settings = tomllib.loads((SOURCE / "fedagg" / "flower" / "template" / "pyproject.toml").read_text())
-    config, _ = split(settings["tool"]["flwr"]["app"]["config"] | {"clients": NODES, "rounds": ROUNDS, "eval-every": ROUNDS})
+    config, _ = split(
+        settings["tool"]["flwr"]["app"]["config"] | {"clients": NODES, "rounds": ROUNDS, "eval-every": ROUNDS}
+    )
     with seeding.seeded_global(seeding.derive(config.seed, "model"), torch.device("cpu")):
         module = task["model"]()
 

@@ -14,9 +14,9 @@ pytest.importorskip("ray", reason="needs fedagg[flower]")
 
 import torch
 from safetensors.torch import load_file
-from test_flower import model, simulated
 
 from fedagg.flat import Layout
+from test_flower import model, simulated
 
 HERE = Path(__file__).parent
 
@@ -25,9 +25,19 @@ def test_agrees_with_the_simulator(tmp_path):
     out, layout = tmp_path / "weights.safetensors", Layout(model())
     paths = os.pathsep.join([str(HERE), str(HERE.parent / "src")])
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-    environment = {**os.environ, **quiet, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "FLWR_HOME": str(tmp_path / "home")}
+    environment = {
+        **os.environ,
+        **quiet,
+        "PYTHONPATH": paths,
+        "OMP_NUM_THREADS": "1",
+        "FLWR_HOME": str(tmp_path / "home"),
+    }
     done = subprocess.run(
-        [sys.executable, str(HERE / "flower_ray.py"), str(out)], env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, str(HERE / "flower_ray.py"), str(out)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found = load_file(out)

@@ -1,4 +1,5 @@
-"""Bad input at scale: every reader either works or says what is wrong in one line. Never a traceback, a hang, a partial file.
+"""Bad input at scale: every reader either works or says what is wrong in one line. Never a traceback, a hang, a
+partial file.
 
 FEDAGG_FUZZ_CASES=100000 for the long mode: as many generated cases, shared out over the readers below.
 """
@@ -22,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 import tomli_w
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -30,6 +30,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save as save_tensors
 
 import fedagg
+import tiny
 from fedagg import checkpoint, config, partition
 from fedagg.checkpoint import Checkpoint
 from fedagg.config import PRESETS, Config
@@ -126,13 +127,31 @@ def altered(draw: st.DrawFn, whole: bytes) -> bytes:
     return bytes(content)
 
 
-# --- settings ------------------------------------------------------------------------------------------------------------
+# --- settings -------------------------------------------------------------------------------------------------------
 
 GOOD_TOML = (Config(algorithm="scaffold", partition="shards").toml() + 'preset = "mnist-cnn"\n').encode()
-WORDS = ["fedagg", "fedavg", "mnist", "linear", "iid", "inf", "nan", "auto", "cuda:99", "median", "-1", "0", "1e400", "\x00", "é", "x" * 300]
+WORDS = [
+    "fedagg",
+    "fedavg",
+    "mnist",
+    "linear",
+    "iid",
+    "inf",
+    "nan",
+    "auto",
+    "cuda:99",
+    "median",
+    "-1",
+    "0",
+    "1e400",
+    "\x00",
+    "é",
+    "x" * 300,
+]
 VALUES: st.SearchStrategy[Any] = st.one_of(
     st.integers(), st.integers(-3, 200), st.floats(), st.booleans(), st.text(max_size=8), st.sampled_from(WORDS),
-    st.lists(st.integers(), max_size=2), st.dictionaries(st.text(max_size=3), st.integers(), max_size=1), st.dates(), st.none(),
+    st.lists(st.integers(), max_size=2), st.dictionaries(st.text(max_size=3), st.integers(), max_size=1),
+    st.dates(), st.none(),
 )  # fmt: skip
 KEYS = st.one_of(st.sampled_from([*Config.model_fields, "preset"]), st.text(max_size=6))
 
@@ -144,7 +163,13 @@ def usable(made: Config) -> None:
 
 
 @cases("bytes as settings")
-@given(st.one_of(st.binary(max_size=80), altered(GOOD_TOML), st.sampled_from([b"a=" + b"9" * 5000, b"a=" + b"[" * 9000, b"a.b.c=1", b"a={"])))
+@given(
+    st.one_of(
+        st.binary(max_size=80),
+        altered(GOOD_TOML),
+        st.sampled_from([b"a=" + b"9" * 5000, b"a=" + b"[" * 9000, b"a.b.c=1", b"a={"]),
+    )
+)
 def test_any_bytes_as_a_file_of_settings(place: Path, content: bytes) -> None:
     path = place / "settings.toml"
     path.write_bytes(content)
@@ -153,10 +178,18 @@ def test_any_bytes_as_a_file_of_settings(place: Path, content: bytes) -> None:
 
 
 @cases("settings")
-@given(st.dictionaries(KEYS, VALUES, max_size=4), st.dictionaries(KEYS, VALUES, max_size=2), st.one_of(st.none(), st.sampled_from([*PRESETS, "none"])))
-def test_any_values_as_settings(place: Path, in_file: dict[str, Any], given: dict[str, Any], preset: str | None) -> None:
+@given(
+    st.dictionaries(KEYS, VALUES, max_size=4),
+    st.dictionaries(KEYS, VALUES, max_size=2),
+    st.one_of(st.none(), st.sampled_from([*PRESETS, "none"])),
+)
+def test_any_values_as_settings(
+    place: Path, in_file: dict[str, Any], given: dict[str, Any], preset: str | None
+) -> None:
     path = place / "values.toml"
-    path.write_text(tomli_w.dumps({k: v for k, v in in_file.items() if v is not None}), encoding="utf-8", errors="replace")
+    path.write_text(
+        tomli_w.dumps({k: v for k, v in in_file.items() if v is not None}), encoding="utf-8", errors="replace"
+    )
     with calm("settings"):
         usable(config.resolve(given, path, preset))
     with calm("settings"):
@@ -165,8 +198,25 @@ def test_any_values_as_settings(place: Path, in_file: dict[str, Any], given: dic
 
 FLAGS = [f"--{name.replace('_', '-')}" for name in Config.model_fields]
 ARGUMENTS = st.one_of(
-    st.sampled_from([*FLAGS, "--out", "--resume", "--json", "--quiet", "--preset", "--no-normalize", "-h", "--help", "--", "-", "--version"]),
-    st.sampled_from(["run", "compare", "list", "data", "where", "verify", "settings.toml", *WORDS[:-4], "fedagg,fedavg", ","]),
+    st.sampled_from(
+        [
+            *FLAGS,
+            "--out",
+            "--resume",
+            "--json",
+            "--quiet",
+            "--preset",
+            "--no-normalize",
+            "-h",
+            "--help",
+            "--",
+            "-",
+            "--version",
+        ]
+    ),
+    st.sampled_from(
+        ["run", "compare", "list", "data", "where", "verify", "settings.toml", *WORDS[:-4], "fedagg,fedavg", ","]
+    ),
     st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"), max_size=6),
     st.integers().map(str),
 )
@@ -201,7 +251,7 @@ def test_any_command_line(place: Path, command: str, arguments: list[str]) -> No
     assert [p.name for p in folder.rglob("*") if p.is_file()] == ["settings.toml"]
 
 
-# --- data ----------------------------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------------------------
 
 GOOD_IDX = bytes([0, 0, 8, 3, 0, 0, 0, 5, 0, 0, 0, 4, 0, 0, 0, 3]) + bytes(range(60))
 SIZES = st.one_of(st.integers(0, 6), st.sampled_from([2**31, 2**32 - 1, 65536, 60_000]))
@@ -216,7 +266,9 @@ def idx_files(draw: st.DrawFn) -> bytes:
 
 
 @cases("idx")
-@given(st.one_of(idx_files(), altered(GOOD_IDX), altered(gzip.compress(GOOD_IDX)), st.binary(max_size=60)), st.booleans())
+@given(
+    st.one_of(idx_files(), altered(GOOD_IDX), altered(gzip.compress(GOOD_IDX)), st.binary(max_size=60)), st.booleans()
+)
 def test_any_bytes_as_idx(place: Path, content: bytes, pack: bool) -> None:
     path = place / "images"
     path.write_bytes(gzip.compress(content, 1) if pack else content)
@@ -224,7 +276,11 @@ def test_any_bytes_as_idx(place: Path, content: bytes, pack: bool) -> None:
         found = read_idx(path)
         assert found.dtype == np.uint8
         assert 1 <= found.ndim <= 4
-        assert 0 < found.size <= len(gzip.decompress(path.read_bytes()) if path.read_bytes()[:2] == b"\x1f\x8b" else content)
+        assert (
+            0
+            < found.size
+            <= len(gzip.decompress(path.read_bytes()) if path.read_bytes()[:2] == b"\x1f\x8b" else content)
+        )
 
 
 RECORDS = np.random.default_rng(0).integers(0, 10, (2, 3074)).astype(np.uint8)
@@ -248,14 +304,18 @@ def stored(array: Any) -> bytes:
 
 
 LABELS = [
-    stored(np.arange(5)), stored(np.arange(6).reshape(2, 3)), stored(np.array([1.5])), stored(np.array([{"a": 1}], dtype=object)),
-    b"id,label\n1,2\n3,4\n", b"label\n1\n2\n", "label\n１\n".encode(), b"1\n-2\n", b"a,b\n1,2\n", b"\xff\xfe1\n", b'"1\n', b"9" * 5000,
+    stored(np.arange(5)), stored(np.arange(6).reshape(2, 3)), stored(np.array([1.5])),
+    stored(np.array([{"a": 1}], dtype=object)), b'"1\n', b"9" * 5000,
+    b"id,label\n1,2\n3,4\n", b"label\n1\n2\n", "label\n１\n".encode(), b"1\n-2\n", b"a,b\n1,2\n", b"\xff\xfe1\n",
     stored(np.arange(5)).replace(b"(5,)", b"(9999999999,)"),
 ]  # fmt: skip
 
 
 @cases("labels")
-@given(st.one_of(st.sampled_from(LABELS), *(altered(content) for content in LABELS), st.binary(max_size=40)), st.sampled_from([".csv", ".npy", ".txt"]))
+@given(
+    st.one_of(st.sampled_from(LABELS), *(altered(content) for content in LABELS), st.binary(max_size=40)),
+    st.sampled_from([".csv", ".npy", ".txt"]),
+)
 def test_any_bytes_as_labels(place: Path, content: bytes, suffix: str) -> None:
     path = place / f"labels{suffix}"
     path.write_bytes(content)
@@ -295,7 +355,7 @@ def test_any_bytes_as_an_archive(place: Path, content: bytes) -> None:
     assert {path.name for path in folder.parent.iterdir()} == {"archive", "into"}
 
 
-# --- checkpoints -----------------------------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -335,8 +395,14 @@ JSON = st.recursive(
 
 @cases("resumed")
 @given(
-    st.dictionaries(st.sampled_from(["round", "metrics.jsonl", "clients.jsonl", "seconds", "identity", "other"]), JSON, max_size=3),
-    st.dictionaries(st.sampled_from(["w", "average", "state/c", "memory/ids", "memory/rows"]), st.sampled_from([None, (), (0,), (3,), (2, 83), (2, 2)]), max_size=2),
+    st.dictionaries(
+        st.sampled_from(["round", "metrics.jsonl", "clients.jsonl", "seconds", "identity", "other"]), JSON, max_size=3
+    ),
+    st.dictionaries(
+        st.sampled_from(["w", "average", "state/c", "memory/ids", "memory/rows"]),
+        st.sampled_from([None, (), (0,), (3,), (2, 83), (2, 2)]),
+        max_size=2,
+    ),
     st.one_of(st.none(), altered(b'{"round": 1, "accuracy": 0.5}\n{"round": 2, "accuracy": 0.6}\n')),
 )
 def test_resuming_from_anything(

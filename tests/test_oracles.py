@@ -3,9 +3,7 @@
 The minimiser of the average is Σ a_k b_k / Σ a_k. FedAvg's clients run towards their own b_k, so its limit is another
 point; FedDyn and SCAFFOLD must reach the joint one. All of it passes through `fedagg.run`, in float32.
 
-Each of the coordinates is a scalar problem of its own. There are several, and two thirds of the clients take part in
-SCAFFOLD's partial rounds, because clients are judged by how far they moved beside the others: with fewer, the one
-client that still has something to say near the optimum can be taken for a broken one.
+Near the optimum most clients stand still while one may still have a way to go: none of them may be taken for a broken one.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from fedagg import seeding
 
 Array = NDArray[np.float64]
 
-N, D, SEED = 6, 32, 2
+N, D, SEED = 6, 1, 2
 _rng = np.random.default_rng(7)
 A, B = _rng.uniform(0.5, 2.0, size=(N, D)), _rng.normal(scale=2.0, size=(N, D))
 OPTIMUM: Array = (A * B).sum(0) / A.sum(0)
@@ -109,10 +107,10 @@ def test_feddyn_takes_the_exact_path(participation: float, count: int, rounds: i
 def test_fedavg_with_exact_minimisation_ends_elsewhere() -> None:
     ours = run("fedavg", 5, epochs=30, lr=2 / (0.5 + 2.0))
     assert far(ours, B.mean(0)) < 1e-4  # everybody reaches its own b_k
-    assert far(ours, OPTIMUM) > 0.3
+    assert far(ours, OPTIMUM) > 0.1
 
 
-@pytest.mark.parametrize(("participation", "rounds"), [(1.0, 60), (2 / 3, 100)])
+@pytest.mark.parametrize(("participation", "rounds"), [(1.0, 60), (0.5, 160)])
 def test_scaffold_reaches_the_joint_optimum(participation: float, rounds: int) -> None:
     assert far(run("scaffold", rounds, epochs=5, lr=0.1, participation=participation), OPTIMUM) < 1e-5
 
@@ -120,11 +118,11 @@ def test_scaffold_reaches_the_joint_optimum(participation: float, rounds: int) -
 def test_fedavg_with_the_same_steps_does_not() -> None:
     ours = run("fedavg", 60, epochs=5, lr=0.1)
     assert far(ours, weighted(1 - (1 - 0.1 * A) ** 5)) < 1e-5
-    assert far(ours, OPTIMUM) > 0.1
+    assert far(ours, OPTIMUM) > 0.03
 
 
 def test_fedprox_gets_closer_but_not_there() -> None:
     """An exact proximal step goes the share a/(a + μ) of the way."""
     ours = run("fedprox", 40, mu=ALPHA, **EXACT)
     assert far(ours, weighted(A / (A + ALPHA))) < 1e-5
-    assert 0.1 < far(ours, OPTIMUM) < far(B.mean(0), OPTIMUM)
+    assert 0.05 < far(ours, OPTIMUM) < far(B.mean(0), OPTIMUM)

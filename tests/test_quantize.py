@@ -24,7 +24,7 @@ def vector(rows: int, d: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8, 16])
 def test_rounds_to_the_two_nearest_levels_and_is_right_on_average(bits):
-    """Within a block's reach, each number comes out as one of its two neighbours, and the mean of many draws is the number."""
+    """Within a block's reach a number comes out as one of its two neighbours, and the mean of many draws is it."""
     x = torch.linspace(-1, 1, 128)[None] * 0.9
     draws = torch.stack([quantize.quantize(x, bits, generator(k)).tensor() for k in range(400)])
     reach = float(draws.abs().max())
@@ -66,7 +66,7 @@ def test_keeps_zeros_and_survives_any_scale(bits, d, scale):
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_error_feedback_loses_nothing(bits):
-    """What was sent so far plus what is kept back is what should have been sent; and what is kept back stays bounded."""
+    """What was sent plus what is kept back is what should have been sent; and what is kept back stays bounded."""
     downlink, wanted, sent = Downlink(bits, seed=1), torch.zeros(1, 500), torch.zeros(1, 500)
     for t in range(60):
         field = vector(1, 500, seed=t)

@@ -46,7 +46,16 @@ def network() -> nn.Module:
 
 
 def job(**settings: Any) -> Result:
-    given = {"clients": 6, "participation": 0.5, "rounds": 6, "epochs": 2, "batch_size": 8, "lr": 0.1, "device": "cpu", "engine": "sequential"}
+    given = {
+        "clients": 6,
+        "participation": 0.5,
+        "rounds": 6,
+        "epochs": 2,
+        "batch_size": 8,
+        "lr": 0.1,
+        "device": "cpu",
+        "engine": "sequential",
+    }
     return fedagg.run(data=dataset(), model=network(), **{**given, **settings})
 
 

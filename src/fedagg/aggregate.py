@@ -15,16 +15,16 @@ from fedagg.errors import unknown
 OUTLIER_OCTAVES = 3  # a client that moved over 8 to 16 times the median per step is left out
 
 
-def judge(lengths: Sequence[float], fits: Sequence[bool]) -> list[str | None]:
-    """Why each client is left out, from how far it moved per step and whether its reply has the model's size; None for those
-    that count.
+def judge(lengths: Sequence[float], fits: Sequence[bool], yardstick: float = 0.0) -> list[str | None]:
+    """Why each client is left out, from how far it moved per step and whether its reply has the model's size; None
+    for those that count.
 
-    A reply of another size and a length that is not finite speak for themselves. Beyond that the median of the round is the
-    yardstick (the lower one of two, for the absurd ones are long), in whole octaves, so that sums kept by octave (`Octaves`)
-    can be judged after the fact.
-    """
+    A reply of another size and a length that is not finite speak for themselves. Beyond that the median of the round
+    is the yardstick (the lower one of two, for the absurd ones are long), in whole octaves, so that sums kept by
+    octave (`Octaves`) can be judged after the fact. Near convergence that median goes to zero while an honest client
+    may still have a way to go: what was usual in earlier rounds, `yardstick`, is never absurd."""
     sound = sorted(octave(v) for v, fit in zip(lengths, fits, strict=True) if fit and math.isfinite(v))
-    middle = sound[(len(sound) - 1) // 2] if sound else 0
+    middle = max(sound[(len(sound) - 1) // 2] if sound else 0, octave(yardstick))
     causes: list[str | None] = []
     for length, fit in zip(lengths, fits, strict=True):
         if not fit:
@@ -36,6 +36,12 @@ def judge(lengths: Sequence[float], fits: Sequence[bool]) -> list[str | None]:
     return causes
 
 
+def usual_length(lengths: Sequence[float], valid: Sequence[bool]) -> float:
+    """The median length of the valid clients."""
+    sound = sorted(length for length, ok in zip(lengths, valid, strict=True) if ok)
+    return sound[(len(sound) - 1) // 2] if sound else 0.0
+
+
 def octave(length: float) -> int:
     """floor(log2(length)); everything under 1e-9, a client that did not move, shares the lowest one."""
     return math.frexp(max(length, 1e-9))[1] - 1
@@ -44,9 +50,8 @@ def octave(length: float) -> int:
 class Combiner(Protocol):
     """Takes rows (n, d) as they come; afterwards gives the weighted sum for each set of weights.
 
-    `weights` (k, n) say how much a row counts, `scale` (n,) what it is multiplied by: to a mean the two are the same, to a median
-    they are not. A row whose length is not finite is never looked at.
-    """
+    `weights` (k, n) say how much a row counts, `scale` (n,) what it is multiplied by: to a mean the two are the same,
+    to a median they are not. A row whose length is not finite is never looked at."""
 
     def add(self, rows: Tensor, weights: Tensor, lengths: Sequence[float], scale: Tensor | None = None) -> None: ...
 
@@ -57,9 +62,8 @@ class Combiner(Protocol):
 class Octaves:
     """Weighted sums (k, d), kept apart by octave of the client's length.
 
-    Whether a client is an outlier is known only when all have answered. Keeping every update until then would cost a model
-    a client; an octave costs a model, and honest clients share two or three.
-    """
+    Whether a client is an outlier is known only when all have answered. Keeping every update until then would cost a
+    model a client; an octave costs a model, and honest clients share two or three."""
 
     sums: dict[int, Tensor] = field(default_factory=dict)
     octaves: list[int | None] = field(default_factory=list)
@@ -83,9 +87,8 @@ class Octaves:
 class Held:
     """Robust combinations look at all clients together, so they hold every update of the round.
 
-    Where all clients agree, every rule gives what they agree on. The median and the trimmed mean give each client one vote; clipping
-    keeps the weights.
-    """
+    Where all clients agree, every rule gives what they agree on. The median and the trimmed mean give each client one
+    vote; clipping keeps the weights."""
 
     rule: str
     trim: float = 0.2
@@ -105,7 +108,8 @@ class Held:
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         if self.rule == "clip":
             norms = rows.norm(dim=1)
-            return (weights * (norms.median() / norms.clamp_min(1e-12)).clamp(max=1.0)) @ rows
+            short: Tensor = (norms.median() / norms.clamp_min(1e-12)).clamp(max=1.0)
+            return (weights * short) @ rows
         most = (len(rows) - 1) // 2  # the median is the mean trimmed to its one or two middle values
         cut = most if self.rule == "median" else min(int(self.trim * len(rows)), most)
         return weights.sum() * rows.sort(0).values[cut : len(rows) - cut].mean(0)

@@ -1,8 +1,8 @@
 """Everything a run needs to go on as if it had never stopped.
 
-A checkpoint is a safetensors file with every tensor and a JSON file with the rest, the first one's checksum included. The JSON file is
-moved into place last, so that what it describes is whole; the last two are kept, and a torn or altered one is passed over.
-"""
+A checkpoint is a safetensors file with every tensor and a JSON file with the rest, the first one's checksum included.
+The JSON file is moved into place last, so that what it describes is whole; the last two are kept, and a torn or
+altered one is passed over."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def latest(folder: Path) -> Checkpoint | None:
             found = load(path)
         except Exception as error:  # whatever a damaged file provokes, the one before it may be good
             why = " ".join(str(error).split()) or type(error).__name__
-            warnings.warn(f"checkpoint {path.name} is damaged ({why}); going back to the one before it", FedaggWarning, 2)
+            text = f"checkpoint {path.name} is damaged ({why}); going back to the one before it"
+            warnings.warn(text, FedaggWarning, stacklevel=2)
             damaged = True
             continue
         forget(folder, keep=[p for p in saved(folder) if order(p) <= order(path)])

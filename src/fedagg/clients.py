@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedagg import seeding, wire
-from fedagg.aggregate import combiner, judge
+from fedagg.aggregate import combiner, judge, usual_length
 from fedagg.engines.base import Chunk, Engine, Job, Local, Work
 from fedagg.faults import Faults
 from fedagg.flat import Model
@@ -24,7 +24,8 @@ class NoClients(Exception):
 
 @dataclass
 class Outcome:
-    """A round's work, summed over the valid clients. Vectors are on the engine's device, numbers per client on the CPU."""
+    """A round's work, summed over the valid clients. Vectors are on the engine's device, numbers per client on the
+    CPU."""
 
     clients: list[int]
     mean: Tensor  # Σ θ_i Δ_i, with θ_i = D_i / Σ D_j
@@ -48,7 +49,8 @@ class Outcome:
 
 @dataclass
 class Clients:
-    """The participants of round t. An algorithm calls `train`, once or more often, and everything else is kept for the record."""
+    """The participants of round t. An algorithm calls `train`, once or more often, and everything else is kept for
+    the record."""
 
     engine: Engine
     t: int
@@ -65,12 +67,14 @@ class Clients:
     robust: str = "mean"
     trim: float = 0.2
     downlink: Downlink = field(default_factory=Downlink)
-    reduce: Callable[[list[object]], list[object]] | None = None
+    carried: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # the server's state: the yardstick of absurd clients is kept in it
 
     passes: int = 0
     left_out: dict[int, str] = field(default_factory=dict)
     reported: dict[int, float] = field(default_factory=dict)  # the training loss of all that answered, left out or not
-    stragglers: dict[int, int] = field(default_factory=dict)  # epochs that those got done who were too slow for all of them
+    stragglers: dict[int, int] = field(default_factory=dict)  # epochs done by those too slow for all
     bytes_up: int = 0
     bytes_down: int = 0
     samples_seen: int = 0
@@ -101,6 +105,10 @@ class Clients:
             if not self.faults.drops(self.t, client)
         ]
 
+    def yardstick(self) -> float:
+        """The longest step that was usual in any round so far."""
+        return float(self.carried.get("yardstick", 0.0))
+
     def train(self, work: Work, model: Model | None = None) -> Outcome:
         """Let every participant do the work from the global model (or the one given), and sum up what comes back."""
         model = model or self.model
@@ -116,12 +124,14 @@ class Clients:
             self.samples_seen += sum(len(job.samples) * job.epochs for job in chunk.jobs)
             self.stragglers.update({job.client: job.epochs for job in chunk.jobs if job.epochs < self.epochs})
         self.passes += 1
-        causes = gathered.causes()
+        causes = judge(gathered.lengths, gathered.fits, self.yardstick())
         self.left_out.update({j.client: why for j, why in zip(gathered.jobs, causes, strict=True) if why})
         self.reported = dict(zip((job.client for job in gathered.jobs), gathered.losses(), strict=True))
         self.bytes_down += len(self.ids) * wire.down(work, model, self.downlink.bits)
         self.bytes_up += len(gathered.jobs) * wire.up(work, model, self.epochs, gathered.represented())
         valid = [why is None for why in causes]
+        usual = max(self.yardstick(), usual_length(gathered.lengths, valid))
+        self.carried["yardstick"] = torch.tensor(usual, dtype=torch.float64)
         if self.memory is not None:
             self.memory.keep(job.client for job, ok in zip(gathered.jobs, valid, strict=True) if ok)
         if not any(valid):
@@ -183,9 +193,6 @@ class Gathered:
         """Numbers that a client sends about its classes, where the work asks for them."""
         return sum(row[key][0].numel() for row in self.rows[:1] for key in ("classes", "counts") if key in row)
 
-    def causes(self) -> list[str | None]:
-        return judge(self.lengths, self.fits)
-
     def losses(self) -> list[float]:
         return [loss for row in self.rows for loss in row["loss"].tolist()]
 
@@ -226,6 +233,6 @@ def secant_smoothness(gradients: Tensor, path: Tensor) -> Tensor:
     """β_i = max_l |ḡ_l - ḡ_{l-1}| / |w_l - w_{l-1}| along a client's own path, (n,)."""
     if gradients.shape[1] < 2:
         return torch.ones(len(gradients))
-    change = (gradients[:, 1:] - gradients[:, :-1]).norm(dim=-1)
-    length = (path[:, 1:-1] - path[:, :-2]).norm(dim=-1)
+    change: Tensor = (gradients[:, 1:] - gradients[:, :-1]).norm(dim=-1)
+    length: Tensor = (path[:, 1:-1] - path[:, :-2]).norm(dim=-1)
     return (change / length.clamp_min(1e-12)).amax(1)

@@ -95,7 +95,7 @@ def within_memory(function: Callable[P, R]) -> Callable[P, R]:
                 raise
             folder = kwargs.get("resume") or kwargs.get("out")
             again = f", then go on with --resume {folder}" if folder else ""
-        raise FedaggError(f"out of memory; lower --chunk, --batch-size or --participation, or take a smaller model{again}")
+        raise FedaggError(f"out of memory; lower --chunk, --batch-size or --participation, or the model{again}")
 
     return careful
 
@@ -117,7 +117,8 @@ def run(
     """Train one federated model.
 
     Args:
-        config: a complete configuration; else `settings` and `preset` make one. Keyword names are the command line's options.
+        config: a complete configuration; else `settings` and `preset` make one. Keyword names are the command line's
+            options.
         data: your own data in place of a named set.
         model: a name, or your own module.
         parts: your own partition, an index array per client.
@@ -129,7 +130,10 @@ def run(
     if isinstance(model, str):
         settings["model"], model = model, None
     if config is None:
-        given = {"dataset": data.name if data else None, "model": "custom" if model is not None else None}
+        given: dict[str, Any] = {
+            "dataset": data.name if data else None,
+            "model": "custom" if model is not None else None,
+        }
         if data is not None and data.name not in fedagg.data.names():
             given["dataset"] = "custom"
         if parts is not None:
@@ -192,6 +196,7 @@ def run(
             robust=config.robust,
             trim=config.trim,
             downlink=downlink,
+            carried=algorithm.state,
         )
 
     identity = fingerprint(config, data, parts, layout)
@@ -251,7 +256,7 @@ def run(
                     saved = time.perf_counter()
         except KeyboardInterrupt:
             interrupted = True
-            now, average = revive(settled, algorithm, downlink, device)  # what the broken-off round had begun is dropped
+            now, average = revive(settled, algorithm, downlink, device)  # drop what the round had begun
         seconds = before + time.perf_counter() - started
         if done:
             save()
@@ -305,7 +310,7 @@ def pick_device(name: str) -> torch.device:
         raise SettingError("device", name, "torch sees no CUDA device here; choose cpu")
     if device.type not in ("cpu", "cuda"):
         raise SettingError("device", name, "choose auto, cpu, cuda or cuda:N")
-    if device.type == "cuda" and device.index is None:
+    if name == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     return device
 
@@ -314,7 +319,12 @@ def deal(config: Config, data: Dataset) -> Sequence[Any]:
     if config.partition == "custom":
         raise SettingError("partition", "custom", "give your own partition from Python as parts=[...]")
     return partition.partition(
-        config.partition, data.y_train.numpy(), config.clients, config.seed, sigma=config.sigma, per_client=config.shards
+        config.partition,
+        data.y_train.numpy(),
+        config.clients,
+        config.seed,
+        sigma=config.sigma,
+        per_client=config.shards,
     )
 
 
@@ -380,7 +390,7 @@ def describe_clients(t: int, clients: Clients) -> dict[str, Any]:
 
 
 def fingerprint(config: Config, data: Dataset, parts: Sequence[Any], layout: Layout) -> dict[str, str]:
-    """What the configuration does not say about a run: its model's form, and data and parts that were given from Python."""
+    """What the configuration does not say: the model's form, and data and parts that were given from Python."""
 
     def digest(pieces: Iterable[Any]) -> str:
         total = hashlib.blake2b(digest_size=16)
@@ -388,16 +398,18 @@ def fingerprint(config: Config, data: Dataset, parts: Sequence[Any], layout: Lay
             total.update(np.ascontiguousarray(piece).data if isinstance(piece, np.ndarray) else repr(piece).encode())
         return total.hexdigest()
 
-    known = {"model": digest([[(n, tuple(s)) for n, s in layout.parameters], [(n, tuple(s)) for n, s, _ in layout.buffers]])}
+    form = [layout.parameters, [(name, shape) for name, shape, _ in layout.buffers]]
+    known = {"model": digest(form)}
     if config.dataset == "custom":
-        known["data"] = digest([tuple(data.x_train.shape), data.x_train.numpy(), data.y_train.numpy(), data.y_test.numpy()])
+        samples = [data.x_train.numpy(), data.y_train.numpy(), data.x_test.numpy(), data.y_test.numpy()]
+        known["data"] = digest([data.shape, *samples])
     if config.partition == "custom":
         known["parts"] = digest(np.asarray(part, dtype=np.int64) for part in parts)
     return known
 
 
 def freeze(done: int, now: Model, average: Tensor, algorithm: algorithms.Algorithm, downlink: Downlink) -> Checkpoint:
-    """All that the server carries into the next round. Cheap, for nothing is copied: a round makes new tensors, it changes none."""
+    """All that the server carries into the next round. Nothing is copied: rounds make new tensors and change none."""
     tensors = {"w": now.w, "buffers": now.buffers, "average": average} | checkpoint.prefixed("state", algorithm.state)
     if downlink.error is not None:
         tensors["downlink"] = downlink.error
@@ -424,16 +436,17 @@ def memorised(memory: ClientMemory | None) -> dict[str, Tensor]:
 
 def recall(saved: Checkpoint, memory: ClientMemory, clients: int) -> None:
     """Back from `memorised`."""
-    ids, rows = saved.tensors.get("memory/ids", torch.zeros(0)), saved.tensors.get("memory/rows", torch.zeros(0, memory.d))
+    ids = saved.tensors.get("memory/ids", torch.zeros(0))
+    rows = saved.tensors.get("memory/rows", torch.zeros(0, memory.d))
     if ids.ndim != 1 or rows.shape != (len(ids), memory.d) or any(not 0 <= client < clients for client in ids.tolist()):
-        raise FedaggError(f"checkpoint: what its clients remember does not fit {clients} clients with {memory.d} numbers each")
+        raise FedaggError(
+            f"checkpoint: what its clients remember is not {memory.d} numbers for some of {clients} clients"
+        )
     for client, row in zip(ids.tolist(), rows, strict=True):
         memory.write(int(client), row)
 
 
-def personal_accuracy(
-    engine: engines.Engine, clients: Clients, fit: Work, model: Model, evaluator: Callable[..., Any]
-) -> float:
+def personal_accuracy(engine: engines.Engine, clients: Clients, fit: Work, model: Model, evaluator: Evaluator) -> float:
     """Mean over some clients of the accuracy after fitting the model to each, weighted by the client's own labels."""
     scores = []
     for chunk in engine.run(model, fit, clients.jobs(), None):

@@ -10,17 +10,17 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fedagg.errors import FedaggError
+from fedagg.errors import SettingError
 from fedagg.files import reason
 
 
 class ClientMemory:
     """Vectors by client, zero until first written.
 
-    New vectors are staged while a round runs, kept for the clients that the server finds valid, and committed when the round is
-    booked: a client that was left out, and every client of a round that was broken off, keeps what it remembered before. With
-    `disk`, the rows live in a sparse file without a name, which goes with the process; only the operating system's cache is memory.
-    """
+    New vectors are staged while a round runs, kept for the clients that the server finds valid, and committed when
+    the round is booked: a client that was left out, and every client of a round that was broken off, keeps what it
+    remembered before. With `disk`, the rows live in a sparse file without a name, which goes with the process; only
+    the operating system's cache is memory."""
 
     def __init__(self, clients: int, d: int, disk: bool = False, device: torch.device | str = "cpu") -> None:
         self.d, self.device = d, "cpu" if disk else device
@@ -56,8 +56,8 @@ class ClientMemory:
 
 
 class Room:
-    """A sparse file of (clients, d) numbers. A row's bytes are asked for before it is touched: a full disk is then an error, and
-    not the end of the process."""
+    """A sparse file of (clients, d) numbers. A row's bytes are asked for before it is touched: a full disk is then an
+    error, and not the end of the process."""
 
     def __init__(self, clients: int, d: int) -> None:
         self.bytes = 4 * d
@@ -71,8 +71,8 @@ class Room:
             try:
                 os.posix_fallocate(self.handle, client * self.bytes, self.bytes)
             except OSError as error:
-                why = f"no room for what clients remember ({reason(error)})"
-                raise FedaggError(f"client_memory = 'disk': {why}; free some space in {tempfile.gettempdir()}") from None
+                why = f"no room for what clients remember ({reason(error)}); free some space in {tempfile.gettempdir()}"
+                raise SettingError("client_memory", "disk", why) from None
         return self.table[client]
 
     def __del__(self) -> None:

@@ -1,9 +1,10 @@
 """The shared field on its way to the clients, in a few bits a number.
 
-FedAgg's default sends one vector beside the weights, φ1. At 2 or 3 bits a number this costs a few percent of what FedAvg sends. Three
-things keep it harmless: the rounding is stochastic, so that it is right on average; a scale for every block of 128 numbers follows
-the sizes in the vector; and what rounding lost this time is added before rounding next time (error feedback), so nothing is lost
-for good. The generator is seeded by the round: the simulator and a real federation send the same bits.
+FedAgg's default sends one vector beside the weights, φ1. At 2 or 3 bits a number this costs a few percent of what
+FedAvg sends. Three things keep it harmless: the rounding is stochastic, so that it is right on average; a scale for
+every block of 128 numbers follows the sizes in the vector; and what rounding lost this time is added before rounding
+next time (error feedback), so nothing is lost for good. The generator is seeded by the round: the simulator and a
+real federation send the same bits.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from fedagg.engines.base import Work
 
 EXACT = 32  # bits of a number that is sent as it is
 BLOCK = 128  # numbers that share a scale; a scale is a bfloat16
-# The largest number a block can express, in standard deviations of the block. With few levels a wide reach makes every step coarse,
-# and error feedback needs a rounding error well under the signal: what sticks out is cut off and comes along with the next rounds.
+# The largest number a block can express, in standard deviations of the block. With few levels a wide reach makes
+# every step coarse, and error feedback needs a rounding error well under the signal: what sticks out is cut off and
+# comes along with the next rounds.
 REACH = {2: 1.5, 3: 2.25, 4: 3.0}
 
 
@@ -41,7 +43,7 @@ class Packed:
         for bit in range(self.bits):
             codes = 2 * codes + unpacked[:, bit]
         scales = torch.from_numpy(np.frombuffer(self.scales, np.int16).copy()).view(torch.bfloat16).float()
-        levels = torch.from_numpy(codes).view(rows, d).double() * (2 / (2**self.bits - 1)) - 1
+        levels: Tensor = torch.from_numpy(codes).view(rows, d).double() * (2 / (2**self.bits - 1)) - 1
         return (levels * spread(scales.view(rows, -1), d)).float()
 
 

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -26,7 +25,8 @@ MAY_CHANGE = {"rounds", "device", "engine", "threads", "chunk", "checkpoint_ever
 
 
 class Record:
-    """Keeps the run folder, or only the history in memory when there is no folder. Used in a `with`, which gives the folder free."""
+    """Keeps the run folder, or only the history in memory when there is no folder. Used in a `with`, which gives the
+    folder free."""
 
     def __init__(self, folder: Path | None, config: Config, environment: dict[str, Any]) -> None:
         self.folder, self.config = folder, config
@@ -68,11 +68,13 @@ class Record:
         self.resumed = checkpoint.latest(folder / "checkpoints")
         done = self.resumed.round if self.resumed else 0
         if self.config.rounds < done:
-            raise SettingError("rounds", self.config.rounds, f"the run in {folder} has done {done} already; give at least that many")
+            raise SettingError(
+                "rounds", self.config.rounds, f"the run has done {done} already; give at least that many"
+            )
         facts = self.resumed.facts if self.resumed else {}
         for name, value in facts.get("identity", {}).items():
             if identity.get(name) != value:
-                raise FedaggError(f"resume = {str(folder)!r}: {name} is not what the run began with; give the same {name} again")
+                raise SettingError("resume", str(folder), f"{name} is not what the run began with; give the same again")
         for name in ("metrics.jsonl", "clients.jsonl"):
             path, keep = folder / name, facts.get(name, 0)
             if path.exists() and path.stat().st_size >= keep:
@@ -85,7 +87,7 @@ class Record:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @contextmanager
@@ -107,7 +109,8 @@ class Record:
             files.append(self.folder / "clients.jsonl", json.dumps(clients))
 
     def checkpoint(self, now: Checkpoint) -> None:
-        """The record is seen onto the disk first: a checkpoint never speaks of lines that a power cut could still take."""
+        """The record is seen onto the disk first: a checkpoint never speaks of lines that a power cut could still
+        take."""
         if self.folder is None:
             return
         for name in ("metrics.jsonl", "clients.jsonl"):
@@ -161,9 +164,8 @@ def environment(device: torch.device, engine: str, version: str) -> dict[str, An
 def commit() -> str | None:
     """The commit of the checkout fedagg runs from, if it is one."""
     try:
-        found = subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True
-        )
+        line = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        found = subprocess.run(line, capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return found.stdout.strip()

@@ -1,7 +1,8 @@
 """What a real federation sends: the bytes of a round, counted from the work itself.
 
-Counted is the payload: the numbers of the vectors, and 8 bytes for every number and 1 for every flag beside them. The tests hold
-`fedagg.flower` to it, message by message. Names and framing come on top, some hundred bytes a message whatever the model.
+Counted is the payload: the numbers of the vectors, and 8 bytes for every number and 1 for every flag beside them. The
+tests hold `fedagg.flower` to it, message by message. Names and framing come on top, about two kilobytes a message
+whatever the model.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from fedagg.engines.base import Work
 from fedagg.flat import Model
 
 FLOAT, NUMBER, FLAG = 4, 8, 1
-ORDER = (
-    16 * NUMBER + 2 * FLAG
-)  # round, pass, seed, last accepted answer (2), local options (5), bounds and weights (4), field (2)
+# Round, pass, seed, last accepted answer (2), local options (5), bounds and weights (4), form of the field (2).
+ORDER = 16 * NUMBER + 2 * FLAG
 ANSWER = 4 * NUMBER  # loss, loss of the first mini-batch, steps, samples
 
 
 def down(work: Work, model: Model, bits: int = quantize.EXACT) -> int:
-    """Bytes to one client: the model, the shared field at `bits` per number, the mask at one, and the plan's numbers."""
+    """Bytes to one client: the model, the shared field at `bits` per number, the mask at one, and the plan's
+    numbers."""
     rows, d = (len(work.field) if work.field is not None else 0), len(model.w)
     vectors = FLOAT * (d + len(model.buffers)) + quantize.size(rows, d, bits)
     mask = (d + 7) // 8 if work.mask is not None else 0

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from fedagg.clients import Clients, Outcome
@@ -23,7 +24,7 @@ class Algorithm:
     """
 
     lr: float = 0.01
-    state: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
+    state: dict[str, Tensor] = field(default_factory=lambda: {"yardstick": torch.zeros((), dtype=torch.float64)}, init=False, repr=False)
     name: ClassVar[str] = ""
     remembers: ClassVar[bool] = False  # do clients keep a vector from round to round?
 

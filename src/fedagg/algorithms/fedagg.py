@@ -22,7 +22,7 @@ from fedagg.flat import Layout, Model
 LEAST_OWN = 0.1  # λ never falls below: a client that ignored its own gradient would teach the server nothing
 RATE_BAND = (0.1, 2.0)  # rates stay within these multiples of the pace
 RATE_CEILING = 0.3  # and under this
-RATE_PER_OWN = 1.0  # and under this multiple of λ: where clients disagree, the federation slows down
+RATE_PER_OWN = 2.0  # and under this multiple of λ: where clients disagree, the federation slows down
 LOSS_JUMP = 1.5  # a training loss over this multiple of its running mean means the last round broke the model
 LOST_SHARE = 0.2  # so do more clients than this that blew up
 TRIAL_ROUNDS = 3  # after these the model must be better than untrained

@@ -17,6 +17,7 @@ from fedagg import models
 from fedagg.algorithms.base import Algorithm, register
 from fedagg.clients import Clients, Outcome
 from fedagg.engines.base import Work
+from fedagg.errors import SettingError
 from fedagg.flat import Layout, Model
 
 
@@ -29,6 +30,9 @@ class FedGH(Algorithm):
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
         self.where = models.head(module, self.head)
+        if not self.where:
+            fix = "needs a head it can name: wrap the layer, as in nn.Sequential(layer)"
+            raise SettingError("algorithm", self.name, fix)
         # A copy in evaluation mode: training the header draws no randomness and moves no statistics.
         self.header = copy.deepcopy(module.get_submodule(self.where)).to(model.w.device).eval().requires_grad_(False)
         self.layout = layout
@@ -39,7 +43,7 @@ class FedGH(Algorithm):
 
     def views(self, w: Tensor) -> dict[str, Tensor]:
         """The header's parameters in a weight vector, by their names in the header."""
-        inside = f"{self.where}." if self.where else ""
+        inside = f"{self.where}."
         return {name.removeprefix(inside): view for name, view in self.layout.weights(w) if name.startswith(inside)}
 
     def update(self, model: Model, out: Outcome, clients: Clients) -> Model:

@@ -19,7 +19,8 @@ from fedagg.errors import FedaggError, SettingError
 app = typer.Typer(help="A real federation on Flower: a project to start from, keys, nodes.", no_args_is_help=True)
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="the project's folder")]
-LOCAL = ("localhost", "127.0.0.1", "::1")  # always in the server's certificate: Flower's own processes talk over loopback
+# Always in the server's certificate: Flower's own processes talk over loopback.
+LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 @app.command()
@@ -29,7 +30,8 @@ def new(folder: Folder) -> None:
         raise SettingError("DIR", str(folder), "exists already and is not empty; choose a new folder")
     files.folder(folder, "DIR")
     copy(resources.files("fedagg.flower") / "template", folder)
-    typer.echo(f"wrote {folder}: put your model and data into federation/task.py, then try it with: cd {folder} && flwr run . --stream")
+    typer.echo(f"wrote {folder}: put your model and data into federation/task.py, then try it with:")
+    typer.echo(f"cd {folder} && flwr run . --stream")
 
 
 @app.command()
@@ -62,7 +64,8 @@ def register(folder: Folder) -> None:
         raise SettingError("DIR", str(folder), "has no keys/node-*.pub; make them with: fedagg flower keys DIR")
     home = {**os.environ, "FLWR_HOME": str((folder / ".flwr").resolve())}
     for key in public:
-        done = subprocess.run([flwr, "supernode", "register", str(key), "deployment"], env=home, capture_output=True, text=True)
+        words = [flwr, "supernode", "register", str(key), "deployment"]
+        done = subprocess.run(words, env=home, capture_output=True, text=True, check=False)
         if done.returncode:
             raise FedaggError(f"{key}: was not registered: {' '.join((done.stdout + done.stderr).split())[-300:]}")
         typer.echo(f"registered {key}")

@@ -1,7 +1,8 @@
 """The node's side: a Flower ClientApp that does a round's work on the node's own data.
 
-The work is done by the simulator's reference engine, so a node trains exactly as a simulated client does. What a method lets its clients
-remember (FedDyn, SCAFFOLD) stays on the node, in the run's `context.state` and, where the node is given a `state-dir`, on its disk.
+The work is done by the simulator's reference engine, so a node trains exactly as a simulated client does. What a
+method lets its clients remember (FedDyn, SCAFFOLD) stays on the node, in the run's `context.state` and, where the
+node is given a `state-dir`, on its disk.
 """
 
 from __future__ import annotations
@@ -62,18 +63,19 @@ def client_app(
         setting = setting_of(module, node, order.local, context, loss)
         samples = torch.arange(len(node.data))
         job = Job(client=client, samples=samples, epochs=order.local.epochs, seed=order.seed)
-        at = order.model.to(setting.device)
+        at, work = order.model.to(setting.device), messages.moved(order.work, setting.device)
         memory = ClientMemory(client + 1, setting.layout.d)
-        if order.work.memory:
+        if work.memory:
             memory.write(client, recall(context, order.accepted, setting.layout.d))
-        (chunk,) = Sequential(setting).run(at, messages.moved(order.work, setting.device), [job], memory)
-        if order.work.memory:
+        (chunk,) = Sequential(setting).run(at, work, [job], memory)
+        if work.memory:
             method = algorithms.build(order.method, order.options)
-            keep(context, memory.read([client])[0], method.remember(chunk, order.work)[0], order)
+            keep(context, memory.read([client])[0], method.remember(chunk, work)[0], order)
         if order.veil:
-            from fedagg.flower.secagg import veiled_answer  # stands on the older half of Flower: nothing else should need it
+            # It stands on the older half of Flower, which nothing else should need.
+            from fedagg.flower.secagg import veiled_answer
 
-            return Message(veiled_answer(chunk, order.work, len(samples), order.veil), reply_to=message)
+            return Message(veiled_answer(chunk, work, len(samples), order.veil), reply_to=message)
         return Message(messages.write_answer(chunk, at, len(samples)), reply_to=message)
 
     @app.evaluate()
@@ -115,7 +117,8 @@ def recall(context: Context, accepted: tuple[int, int], d: int) -> Tensor:
 
 
 def keep(context: Context, kept: Tensor, staged: Tensor, order: messages.Order) -> None:
-    """Both what was remembered before and what this round adds: which of them counts is known when the server calls again."""
+    """Both what was remembered before and what this round adds: which of them counts is known when the server calls
+    again."""
     tags = torch.tensor([order.accepted, (order.round, order.step)])
     rows = {"kept": kept.cpu(), "staged": staged.cpu(), "tags": tags}
     context.state["memory"] = ArrayRecord({name: Array(row.numpy()) for name, row in rows.items()})

@@ -1,8 +1,8 @@
 """A function that asks questions in the middle, driven from outside.
 
-An algorithm's round is plain code that calls its clients and goes on with what they answer. Flower's strategies work the other way
-round: they are called to say what to send, and called again with the replies. The round runs in a thread of its own and rests
-whenever it has asked something, so both can be written the way they are meant to be read.
+An algorithm's round is plain code that calls its clients and goes on with what they answer. Flower's strategies work
+the other way round: they are called to say what to send, and called again with the replies. The round runs in a
+thread of its own and rests whenever it has asked something, so both can be written the way they are meant to be read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ R = TypeVar("R")
 
 
 class Conversation(Generic[Q, A, R]):
-    """`tell` is given a function to ask with. After `start` or `answer`, either `question` is set or `result` has come."""
+    """`tell` is given a function to ask with. After `start` or `answer`, either `question` is set or `result` has
+    come."""
 
     def __init__(self, tell: Callable[[Callable[[Q], A]], R]) -> None:
         self.out: SimpleQueue[tuple[str, object]] = SimpleQueue()

@@ -12,7 +12,10 @@ from torch.utils.data import Dataset as TorchDataset
 from fedagg.data import Dataset
 from fedagg.errors import SettingError
 
-FORMS = "return (x, y), (x, y, x_test, y_test), a torch Dataset or DataLoader, a pair of those (training, test), or a fedagg.Dataset"
+FORMS = (
+    "return (x, y), (x, y, x_test, y_test), a torch Dataset or DataLoader, "
+    "a pair of those (training, test), or a fedagg.Dataset"
+)
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,6 @@ def node_data(given: Any) -> NodeData:
 
 def stacked(samples: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Every sample of a map-style dataset in one tensor. Transforms run once, here."""
-    source = samples.dataset if isinstance(samples, DataLoader) else samples
+    source: Any = samples.dataset if isinstance(samples, DataLoader) else samples
     pairs = [source[i] for i in range(len(source))]
     return torch.stack([torch.as_tensor(x) for x, _ in pairs]), torch.tensor([int(y) for _, y in pairs])

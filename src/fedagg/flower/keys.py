@@ -21,10 +21,11 @@ DAYS = 825
 
 
 def make(folder: Path, nodes: int, hosts: Sequence[str]) -> list[Path]:
-    """Write ca.crt, server.crt, server.key, and node-N with node-N.pub for every node; private ones readable by the owner only.
+    """Write ca.crt, server.crt, server.key, and node-N with node-N.pub for every node; private ones readable by the
+    owner only.
 
-    The authority's own key is used once and kept nowhere: nobody can sign another certificate with it. More nodes need no
-    certificate, only a key of their own.
+    The authority's own key is used once and kept nowhere: nobody can sign another certificate with it. More nodes
+    need no certificate, only a key of their own.
     """
     if (folder / "server.key").exists():
         raise SettingError("keys", str(folder), "holds keys already; remove them to make new ones")
@@ -48,7 +49,9 @@ def node_key(folder: Path, node: int) -> list[Path]:
     key = ec.generate_private_key(ec.SECP384R1())
     return [
         private(folder / f"node-{node}", key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())),
-        public(folder / f"node-{node}.pub", key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n"),
+        public(
+            folder / f"node-{node}.pub", key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n"
+        ),
     ]
 
 

@@ -18,7 +18,8 @@ log = getLogger("flwr").log
 
 @dataclass
 class Members:
-    """The connected nodes by the number of their partition, so that a client is the same whatever id its node has today."""
+    """The connected nodes by the number of their partition, so that a client is the same whatever id its node has
+    today."""
 
     layout: Layout
     timeout: float = 120.0  # seconds for a node's first answer: it may have to load its data

@@ -1,8 +1,8 @@
 """A round's work as a Flower message to one node, and the node's answer, both ways.
 
-The model travels as the one ArrayRecord of a message and comes back under the same keys, which is the form that Flower's own mods
-for clipping and noise expect; everything else is the one ConfigRecord on the way out, a MetricRecord and, where a method asks for
-more than the update, a ConfigRecord on the way back.
+The model travels as the one ArrayRecord of a message and comes back under the same keys, which is the form that
+Flower's own mods for clipping and noise expect; everything else is the one ConfigRecord on the way out, a
+MetricRecord and, where a method asks for more than the update, a ConfigRecord on the way back.
 """
 
 from __future__ import annotations
@@ -187,7 +187,8 @@ def write_answer(chunk: Chunk, model: Model, samples: int) -> RecordDict:
 
 
 def read_answer(content: RecordDict, job: Job, model: Model, work: Work, local: Local, layout: Layout) -> Chunk:
-    """One node's answer as a chunk of one client. What is finite and what is too long is judged later, with everybody's."""
+    """One node's answer as a chunk of one client. What is finite and what is too long is judged later, with
+    everybody's."""
     record, metrics = one(content.array_records), one(content.metric_records)
     mine = read_model(record, layout)
     loss, first, steps = (number(metrics.get(name)) for name in ("loss", "first", "steps"))

@@ -1,8 +1,8 @@
 """Secure aggregation: rounds in which the server learns sums of updates and nobody's own.
 
-Every method here needs of the clients' vectors only three averages, and of each client a few numbers. Under Flower's SecAgg+ the vectors
-are masked on the nodes, so that only their sums can be read. Flower's protocol is written for its older strategies; what it asks of
-one, `Veil` answers.
+Every method here needs of the clients' vectors only three averages, and of each client a few numbers. Under Flower's
+SecAgg+ the vectors are masked on the nodes, so that only their sums can be read. Flower's protocol is written for its
+older strategies; what it asks of one, `Veil` answers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
-from flwr.common import Code, FitIns, FitRes, Parameters, Status, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.common import Code, FitIns, FitRes, Parameters, Scalar, Status, ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.compat.common.recorddict_compat import fitres_to_recorddict
 from flwr.server import LegacyContext
 from flwr.server.workflow import SecAggPlusWorkflow
@@ -42,7 +42,7 @@ def veiled_answer(chunk: Chunk, work: Work, samples: int, typical: float) -> Rec
     delta, share = chunk.delta[0], typical / samples
     vectors = [delta, share * delta, share * delta / chunk.travel[0]]
     along = chunk.delta @ work.field.T if work.field is not None else chunk.delta[:, :0]
-    numbers = {
+    numbers: dict[str, Scalar] = {
         "loss": float(chunk.loss[0]),
         "first": float(chunk.first[0]),
         "steps": int(chunk.steps[0]),
@@ -74,7 +74,7 @@ class Veil:
         return None, {}
 
 
-class Workflow(SecAggPlusWorkflow):  # type: ignore[misc]
+class Workflow(SecAggPlusWorkflow):
     """Flower's SecAgg+, with our orders in the place of its own."""
 
     def setup_stage(self, grid: Any, context: Any, state: Any) -> bool:
@@ -85,7 +85,8 @@ class Workflow(SecAggPlusWorkflow):  # type: ignore[misc]
 
 @dataclass
 class VeiledClients(Clients):
-    """Participants whose updates the server sees in sums only. One bad update cannot be taken out again: it spoils the round."""
+    """Participants whose updates the server sees in sums only. One bad update cannot be taken out again: it spoils
+    the round."""
 
     strategy: FedAggStrategy | None = None
 

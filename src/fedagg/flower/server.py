@@ -15,16 +15,18 @@ from fedagg.config import Config
 from fedagg.errors import SettingError
 from fedagg.flower.strategy import FedAggStrategy
 
-OWN: dict[str, type] = {"out": str, "timeout": float, "quorum": int, "wait": float}
+OWN: dict[str, type] = {"out": str, "timeout": float, "quorum": int, "wait": float, "secure": bool}
+KINDS = {str: "a path", float: "a number", int: "a whole number", bool: "true or false"}
 CUSTOM = {"dataset": "custom", "model": "custom", "partition": "custom", "participation": 1.0}
 
 
 def server_app(model: Callable[[], nn.Module]) -> ServerApp:
     """A ServerApp that trains the network which `model` makes, under the settings in `[tool.flwr.app.config]`.
 
-    They are the command line's options (`algorithm`, `rounds`, `lr`, `downlink-bits`, ...) and four of its own: `clients`, how many
-    nodes the federation has; `out`, the run folder; `timeout`, seconds for an answer; `quorum`, answers that a round needs; and
-    `wait`, seconds to wait for all nodes before the first round.
+    They are the command line's options (`algorithm`, `rounds`, `lr`, `downlink-bits`, ...), of which `clients`, the
+    number of nodes, must be given, and some of its own: `out`, the run folder; `timeout`, seconds for an answer;
+    `quorum`, answers that a round needs; `wait`, seconds to wait for all nodes before the first round; and `secure`,
+    to aggregate under SecAgg+.
     """
     app = ServerApp()
 
@@ -45,8 +47,9 @@ def split(given: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
     for name, kind in OWN.items():
         if name in given:
             value = given.pop(name)
-            if isinstance(value, bool) or not isinstance(value, (int, float) if kind is not str else str):
-                raise SettingError(name, value, f"give a {'path' if kind is str else 'number'}")
+            fits = isinstance(value, int | float) if kind is float else isinstance(value, kind)
+            if not fits or (isinstance(value, bool) and kind is not bool):
+                raise SettingError(name, value, f"give {KINDS[kind]}")
             own[name] = kind(value)
     if "clients" not in given:
         raise SettingError("clients", None, "say in [tool.flwr.app.config] how many nodes the federation has")

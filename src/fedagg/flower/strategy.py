@@ -1,7 +1,7 @@
 """The server's side: every method of the package as a Flower strategy, with the simulator's own code.
 
-A round is `algorithm.round(model, clients)`, as in the simulator; only the engine under `clients` is another one: it sends a message
-to each node and makes of the replies what an engine makes of its own training.
+A round is `algorithm.round(model, clients)`, as in the simulator; only the engine under `clients` is another one: it
+sends a message to each node and makes of the replies what an engine makes of its own training.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from logging import INFO, WARNING, getLogger
 from pathlib import Path
+from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
-from torch import nn
+from torch import Tensor, nn
 
 import fedagg
 from fedagg import algorithms, checkpoint, record
@@ -55,21 +56,22 @@ class Remote:
         orders = {job.client: strategy.order(model, work, job, self.t, self.step) for job in jobs}
         replies = strategy.ask(list(orders.values()))
         self.step += 1
-        # An error that Flower reports for a node does not always come from the node: what it is a reply to says whom it is about.
+        # An error that Flower reports for a node does not always come from the node: what it is a reply to says whom
+        # it is about.
         sent = {order.metadata.message_id: client for client, order in orders.items()}
         wanted = {job.client: job for job in jobs}
         for client in wanted:
             self.left_out[client] = "no answer in time"
         for reply in replies:
-            client = sent.get(reply.metadata.reply_to_message_id)
-            if client is None:
+            if reply.metadata.reply_to_message_id not in sent:
                 continue
+            client = sent[reply.metadata.reply_to_message_id]
             if client in chunks:
                 strategy.remark(client, "answered twice; the first answer counts")
                 continue
             try:
                 if reply.has_error():
-                    raise BadAnswer(f"failed: {' '.join(reply.error.reason.split())[-300:]}")
+                    raise BadAnswer(f"failed: {' '.join(str(reply.error.reason).split())[-300:]}")
                 job = wanted[client]
                 chunks[client] = messages.read_answer(reply.content, job, model, work, strategy.local, strategy.layout)
                 del self.left_out[client]
@@ -90,6 +92,7 @@ class Turn:
     clients: Clients
     began: float
     talk: Conversation[list[Message], list[Message], Model] | None = None
+    error: Tensor | None = None  # what the downlink's rounding had kept back before the round
     remarks: dict[int, str] = field(default_factory=dict)
     skipped: bool = True  # until there is a new model
 
@@ -122,7 +125,9 @@ class FedAggStrategy(Strategy):
         if self.layout.d == 0:
             raise SettingError("model", type(module).__name__, "has no trainable parameters")
         if secure and self.layout.b:
-            raise SettingError("secure", True, "needs a model without buffers; use group instead of batch normalisation")
+            raise SettingError(
+                "secure", True, "needs a model without buffers; use group instead of batch normalisation"
+            )
         self.local = Local(
             epochs=config.epochs,
             batch_size=config.batch_size,
@@ -186,7 +191,7 @@ class FedAggStrategy(Strategy):
         self.members.refresh(grid)
         self.now = messages.read_model(arrays, self.layout)  # a wrapper may have added its noise
         clients = self.participants(self.done)
-        self.turn = Turn(self.done, clients, began)
+        self.turn = Turn(self.done, clients, began, error=self.downlink.error)
         if len(clients.ids) < self.quorum:
             there = len(clients.ids)
             log(WARNING, "round %s is skipped: %s nodes are there, %s are needed", self.done + 1, there, self.quorum)
@@ -207,6 +212,7 @@ class FedAggStrategy(Strategy):
                 while talk.question is not None:  # a method that asks more than once a round
                     talk.answer(list(self.grid.send_and_receive(talk.question, timeout=self.timeout)))
             except TooFew:
+                self.downlink.error = turn.error
                 causes = ", ".join(f"client {k}: {v}" for k, v in sorted(turn.clients.left_out.items()))
                 log(WARNING, "round %s is skipped: under %s usable answers (%s)", turn.t + 1, self.quorum, causes)
             except NoClients:
@@ -220,8 +226,10 @@ class FedAggStrategy(Strategy):
         out = turn.clients.outcome
         if out is not None:
             self.accepted |= dict.fromkeys(out.clients, (turn.t, turn.clients.passes - 1))
-        numbers = {"clients": len(out.clients), "train_loss": float(out.theta @ out.loss)} if out is not None else {}
-        return self.arrays(), MetricRecord(numbers)
+        metrics = MetricRecord()
+        if out is not None:
+            metrics["clients"], metrics["train_loss"] = len(out.clients), float(out.theta @ out.loss)
+        return self.arrays(), metrics
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -233,12 +241,11 @@ class FedAggStrategy(Strategy):
         due = (turn.t + 1) % self.config.eval_every == 0 or turn.t + 1 == self.config.rounds
         if not due:
             return []
-        shown = Model(self.average, now.buffers) if self.config.average else self.algorithm.reported(now)
-        content = RecordDict({"arrays": messages.arrays(shown), "config": config})
+        content = RecordDict({"arrays": messages.arrays(self.shown(now)), "config": config})
         return [self.message(content, client, MessageType.EVALUATE) for client in sorted(self.members.nodes)]
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """The nodes' own test results, weighted by their test samples; and the end of the round: record and checkpoint."""
+        """The nodes' own test results, weighted by their test samples; and the round's end: record, checkpoint."""
         assert self.turn is not None
         turn, self.turn = self.turn, None
         row = describe(turn.t, turn.clients, self.algorithm) | ({"unchanged": True} if turn.skipped else {})
@@ -267,8 +274,7 @@ class FedAggStrategy(Strategy):
 
     def finish(self, arrays: ArrayRecord) -> None:
         """The final model and figures, once all rounds are done."""
-        shown = self.algorithm.reported(messages.read_model(arrays, self.layout))
-        self.book.model(self.layout.unpack(shown, self.module))
+        self.book.model(self.layout.unpack(self.shown(messages.read_model(arrays, self.layout)), self.module))
         scored = [row for row in self.book.history if "accuracy" in row]
         last = {key: scored[-1][key] for key in ("accuracy", "loss")} if scored else {}
         best = {"best_accuracy": max(row["accuracy"] for row in scored)} if scored else {}
@@ -281,7 +287,8 @@ class FedAggStrategy(Strategy):
         left_out: dict[int, str] = {}
         kind: Callable[..., Clients] = Clients
         if self.secure:
-            from fedagg.flower.secagg import VeiledClients  # stands on the older half of Flower: nothing else should need it
+            # It stands on the older half of Flower, which nothing else should need.
+            from fedagg.flower.secagg import VeiledClients
 
             kind = partial(VeiledClients, strategy=self)
         return kind(
@@ -297,6 +304,7 @@ class FedAggStrategy(Strategy):
             robust=self.config.robust,
             trim=self.config.trim,
             downlink=self.downlink,
+            carried=self.algorithm.state,
             left_out=left_out,
         )
 
@@ -308,6 +316,10 @@ class FedAggStrategy(Strategy):
             self.algorithm.prepare(self.now, self.participants, self.config.rounds)
             self.prepared = True
         return self.algorithm.round(self.now, self.turn.clients)
+
+    def shown(self, now: Model) -> Model:
+        """The model that is evaluated and kept: the one trained, unless the method or the settings say otherwise."""
+        return Model(self.average, now.buffers) if self.config.average else self.algorithm.reported(now)
 
     def order(self, model: Model, work: Work, job: Job, t: int, step: int) -> Message:
         """The message to one node; its own bound of the rate and its own last answer are in it."""

@@ -10,7 +10,7 @@ nodes="$2"
 superlink="${3:-127.0.0.1:8000}"
 port="${4:-$((9100 + node))}"
 export FLWR_TELEMETRY_ENABLED="${FLWR_TELEMETRY_ENABLED:-0}"
-config="partition-id=$node num-partitions=$nodes"
+config="partition-id=$node num-partitions=$nodes state-dir=\"$PWD/state\""
 if [ "${INSECURE_ANYONE_CAN_JOIN_AND_READ:-no}" = yes ]; then
     echo "WARNING: no encryption and no authentication: anyone on the way can read the models." >&2
     exec flower-supernode --insecure --superlink "$superlink" --port "$port" --node-config "$config"
