@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from typing import Any
 
 import torch
@@ -19,10 +20,12 @@ class Watch:
         self.memory: list[float] = []
         self.files: list[int] = []
 
-    def started(self, *_: Any) -> None: ...
+    def started(self, *_: Any) -> None:
+        self.clock = time.process_time()
 
     def round_done(self, row: dict[str, Any]) -> None:
-        self.seconds.append(row["seconds"])
+        self.seconds.append(time.process_time() - self.clock)  # of the processor: others may be busy on the machine
+        self.clock = time.process_time()
         with open("/proc/self/statm", encoding="ascii") as handle:
             self.memory.append(int(handle.read().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20)
         self.files.append(len(os.listdir("/proc/self/fd")))

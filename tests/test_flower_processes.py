@@ -151,6 +151,7 @@ def federation(tmp_path: Path) -> Iterator[Federation]:
         assert not here.alive()
 
 
+@pytest.mark.slow
 def test_five_rounds_with_tls_and_keys_and_a_death_in_the_third(federation: Federation) -> None:
     f = federation
     f.superlink()

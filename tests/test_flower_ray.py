@@ -21,6 +21,7 @@ from test_flower import model, simulated
 HERE = Path(__file__).parent
 
 
+@pytest.mark.slow
 def test_agrees_with_the_simulator(tmp_path):
     out, layout = tmp_path / "weights.safetensors", Layout(model())
     paths = os.pathsep.join([str(HERE), str(HERE.parent / "src")])

@@ -38,7 +38,6 @@ from fedagg.data import sources
 from fedagg.data.cifar import read_cifar
 from fedagg.data.idx import read_idx
 from fedagg.errors import FedaggError
-from fedagg.record import Record
 
 CASES = int(os.environ.get("FEDAGG_FUZZ_CASES", "1500"))
 SHARES = {
@@ -68,13 +67,13 @@ def cases(name: str) -> Callable[[Any], Any]:
 
 
 @contextlib.contextmanager
-def calm(name: str) -> Iterator[None]:
+def calm(name: str, count: int = 1) -> Iterator[None]:
     """Within, only errors that people can read may happen, and soon."""
 
     def hangs(*_: Any) -> None:
         raise AssertionError(f"over {SECONDS} seconds")
 
-    counted[name] += 1
+    counted[name] += count
     before = signal.signal(signal.SIGALRM, hangs)
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
@@ -192,7 +191,7 @@ def test_any_values_as_settings(
     )
     with calm("settings"):
         usable(config.resolve(given, path, preset))
-    with calm("settings"):
+    with calm("settings", count=0):
         usable(config.make(given))
 
 
@@ -386,9 +385,13 @@ def test_any_bytes_as_a_checkpoint(place: Path, tensors: bytes, facts: bytes | N
         assert found.round == 1 or sealed
 
 
+def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.one_of(st.lists(inner, max_size=2), st.dictionaries(st.text(max_size=4), inner, max_size=2))
+
+
 JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5)),
-    lambda inner: st.one_of(st.lists(inner, max_size=2), st.dictionaries(st.text(max_size=4), inner, max_size=2)),
+    nested,
     max_leaves=4,
 )
 
@@ -427,10 +430,9 @@ def test_resuming_from_anything(
         result = tiny.job(resume=folder, rounds=2, checkpoint_every=1, algorithm="scaffold")
         assert [row["round"] for row in result.history] == [1, 2]
     assert list(folder.rglob(".*.part")) == []
-    Record(None, Config(), {}).close()
 
 
 def test_the_cases_were_run() -> None:
     """Last: hypothesis must not have stopped early anywhere."""
-    if all(counted.values()):
-        assert sum(counted.values()) >= 0.9 * CASES
+    short = {name: number for name, number in counted.items() if 0 < number < int(CASES * SHARES[name])}
+    assert short == {}

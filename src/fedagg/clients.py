@@ -9,13 +9,19 @@ import torch
 from torch import Tensor
 
 from fedagg import seeding, wire
-from fedagg.aggregate import combiner, judge, usual_length
+from fedagg.aggregate import Combiner, combiner, judge, usual_length
 from fedagg.engines.base import Chunk, Engine, Job, Local, Work
+from fedagg.engines.distributed import Team
 from fedagg.faults import Faults
 from fedagg.flat import Model
 from fedagg.meanfield import MeanField
 from fedagg.memory import ClientMemory
 from fedagg.quantize import Downlink
+
+
+# What a client brings home beside vectors, in the order in which processes exchange it; WIDE ones have a row a client.
+NUMBERS = ("size", "norm2", "along", "travel", "steps", "loss", "first", "rates", "beta", "classes", "counts", "length", "fit")
+WIDE = ("along", "rates", "classes", "counts")
 
 
 class NoClients(Exception):
@@ -115,14 +121,17 @@ class Clients:
         work = self.downlink.send(work, self.t, self.passes)
         jobs = self.jobs()
         self.left_out.update({client: "dropped out" for client in self.ids if self.faults.drops(self.t, client)})
-        gathered = Gathered(self.robust, self.trim)
+        gathered = Gathered(self.robust, self.trim, getattr(self.engine, "team", None))
         for chunk in self.engine.run(model, work, jobs, self.memory):
             self.faults.corrupt(self.t, chunk)
             gathered.add(chunk, work)
             if self.memory is not None and self.remember is not None and work.memory:
                 self.memory.stage([job.client for job in chunk.jobs], self.remember(chunk, work))
-            self.samples_seen += sum(len(job.samples) * job.epochs for job in chunk.jobs)
-            self.stragglers.update({job.client: job.epochs for job in chunk.jobs if job.epochs < self.epochs})
+        gathered.pool(jobs)
+        if self.memory is not None and gathered.team is not None and work.memory:
+            self.memory.share([job.client for job in gathered.jobs], gathered.team)
+        self.samples_seen += sum(len(job.samples) * job.epochs for job in gathered.jobs)
+        self.stragglers.update({job.client: job.epochs for job in gathered.jobs if job.epochs < self.epochs})
         self.passes += 1
         causes = judge(gathered.lengths, gathered.fits, self.yardstick())
         self.left_out.update({j.client: why for j, why in zip(gathered.jobs, causes, strict=True) if why})
@@ -136,7 +145,7 @@ class Clients:
             self.memory.keep(job.client for job, ok in zip(gathered.jobs, valid, strict=True) if ok)
         if not any(valid):
             raise NoClients
-        self.outcome = replace(gathered.outcome(valid), sent=work.field)
+        self.outcome = replace(gathered.outcome(valid, model), sent=work.field)
         return self.outcome
 
 
@@ -146,6 +155,7 @@ class Gathered:
 
     robust: str
     trim: float
+    team: Team | None = None  # the other processes of a distributed run
     jobs: list[Job] = field(default_factory=list)
     lengths: list[float] = field(default_factory=list)
     fits: list[bool] = field(default_factory=list)
@@ -189,6 +199,35 @@ class Gathered:
         self.stats.add(chunk.buffers, sizes[None], lengths)
         self.rows.append(row)
 
+    def pool(self, jobs: Sequence[Job]) -> None:
+        """In a distributed run: every client's numbers to every process. Vectors stay where they are until they are summed."""
+        self.mine = list(range(len(self.jobs)))
+        if self.team is None:
+            return
+        place = {job.position: at for at, job in enumerate(jobs)}
+        self.mine = [place[job.position] for job in self.jobs]
+        rows = {key: torch.cat([row[key] for row in self.rows]) for key in (self.rows[0] if self.rows else ())}
+        rows |= {"length": torch.tensor(self.lengths, dtype=torch.float64), "fit": torch.tensor(self.fits, dtype=torch.float64)}
+        shapes = torch.zeros(len(NUMBERS), 3, dtype=torch.int64)
+        for at, key in enumerate(NUMBERS):
+            if key in rows:
+                shapes[at] = torch.tensor([1, *rows[key].shape[1:], *([0] * (3 - rows[key].dim()))])
+        every: dict[str, Tensor] = {}
+        for key, (there, *shape) in zip(NUMBERS, self.team.most(shapes).tolist(), strict=True):
+            if there:
+                wide = torch.zeros(len(jobs), *shape[: 1 + (key == "classes") if key in WIDE else 0], dtype=torch.float64)
+                if self.mine:
+                    wide[self.mine] = rows[key].double()
+                every[key] = self.team.sum(wide)
+        self.lengths, self.fits = every.pop("length").tolist(), [bool(fit) for fit in every.pop("fit")]
+        self.jobs, self.rows = list(jobs), [every]
+
+    def summed(self, combiner: Combiner, valid: Sequence[bool], empty: Tensor) -> Tensor:
+        """The combination over all valid clients; `empty` is the result of a process that has none."""
+        own = [valid[at] for at in self.mine]
+        total = combiner.total(own) if any(own) else empty
+        return total if self.team is None else self.team.sum(total)
+
     def represented(self) -> int:
         """Numbers that a client sends about its classes, where the work asks for them."""
         return sum(row[key][0].numel() for row in self.rows[:1] for key in ("classes", "counts") if key in row)
@@ -196,19 +235,21 @@ class Gathered:
     def losses(self) -> list[float]:
         return [loss for row in self.rows for loss in row["loss"].tolist()]
 
-    def outcome(self, valid: Sequence[bool]) -> Outcome:
+    def outcome(self, valid: Sequence[bool], model: Model) -> Outcome:
         keep = torch.tensor(valid)
         every = {key: torch.cat([row[key] for row in self.rows])[keep] for key in self.rows[0]}
         size, count = every["size"], int(keep.sum())
-        weighted, plain = self.sums.total(valid).unbind()
-        trace = self.traces.total(valid)[0] / count if "beta" in every else None
-        epochs = every["rates"].shape[1]
+        epochs, zero = every["rates"].shape[1], torch.zeros_like(model.w)[None]
+        weighted, plain = self.summed(self.sums, valid, zero.repeat(2, 1)).unbind()
+        trace = None
+        if "beta" in every:
+            trace = self.summed(self.traces, valid, zero.repeat(1, 2 * epochs + 1))[0] / count
         return Outcome(
             clients=[job.client for job, ok in zip(self.jobs, valid, strict=True) if ok],
             mean=weighted / float(size.sum()),
             plain=plain / count,
-            velocity=self.flows.total(valid)[0] / count,
-            buffers=self.stats.total(valid)[0] / float(size.sum()),
+            velocity=self.summed(self.flows, valid, zero)[0] / count,
+            buffers=self.summed(self.stats, valid, torch.zeros_like(model.buffers)[None])[0] / float(size.sum()),
             theta=size / size.sum(),
             steps=every["steps"],
             travel=every["travel"],

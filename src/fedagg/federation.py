@@ -7,6 +7,7 @@ import functools
 import hashlib
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from fedagg.checkpoint import Checkpoint
 from fedagg.clients import Clients, NoClients
 from fedagg.config import Config, resolve
 from fedagg.data import Dataset, load
+from fedagg.engines.distributed import Team
 from fedagg.engines.base import Local, Loss, Setting, Work, cross_entropy
 from fedagg.errors import FedaggError, SettingError
 from fedagg.evaluate import Evaluator
@@ -112,6 +114,7 @@ def run(
     out: str | Path | None = None,
     resume: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
+    wrap: Callable[[engines.Engine], engines.Engine] | None = None,
     **settings: Any,
 ) -> Result:
     """Train one federated model.
@@ -126,6 +129,7 @@ def run(
         out: the run folder; without one nothing is written.
         resume: a run folder to go on with.
         callbacks: watch the run.
+        wrap: put an engine of yours around the run's own, to see (or change) what every client does.
     """
     if isinstance(model, str):
         settings["model"], model = model, None
@@ -164,6 +168,10 @@ def run(
     now = layout.pack(module).to(device)
     algorithm.start(now, module, layout)
     engine = engines.build(config.engine, setting, config)
+    team: Team | None = getattr(engine, "team", None)
+    follows = team is not None and team.rank > 0  # the first process of a distributed run keeps the record
+    if team is not None and config.robust != "mean":
+        raise SettingError("robust", config.robust, "looks at all clients together: choose an engine other than distributed")
     evaluator = Evaluator(setting, data.x_test, data.y_test)
     samples = Samples(parts)
     memory = None
@@ -201,7 +209,10 @@ def run(
 
     identity = fingerprint(config, data, parts, layout)
     environment = record.environment(device, engine.note, fedagg.__version__)
-    if resume is not None:
+    if follows:
+        book, callbacks = record.Record(None, config, environment), ()
+        book.resumed = checkpoint.latest(Path(resume) / "checkpoints") if resume is not None else None
+    elif resume is not None:
         book = record.Record.resume(Path(resume), config, identity)
     else:
         book = record.Record(Path(out) if out is not None else None, config, environment)
@@ -239,7 +250,7 @@ def run(
                 row = describe(t, clients, algorithm)
                 if unchanged:
                     row["unchanged"] = True  # not one valid client: the model stays as it was
-                if (t + 1) % config.eval_every == 0 or t + 1 == config.rounds:
+                if not follows and ((t + 1) % config.eval_every == 0 or t + 1 == config.rounds):
                     row["loss"], row["accuracy"] = evaluator(shown())
                 row["seconds"] = round(time.perf_counter() - clock, 6)
                 with interrupt.held_back():  # a round is booked whole or not at all
@@ -254,8 +265,10 @@ def run(
                 if due and done < config.rounds:
                     save()
                     saved = time.perf_counter()
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stop:
             interrupted = True
+            if str(stop):
+                warnings.warn(str(stop), stacklevel=2)
             now, average = revive(settled, algorithm, downlink, device)  # drop what the round had begun
         seconds = before + time.perf_counter() - started
         if done:
@@ -448,10 +461,12 @@ def recall(saved: Checkpoint, memory: ClientMemory, clients: int) -> None:
 
 def personal_accuracy(engine: engines.Engine, clients: Clients, fit: Work, model: Model, evaluator: Evaluator) -> float:
     """Mean over some clients of the accuracy after fitting the model to each, weighted by the client's own labels."""
-    scores = []
+    scores = torch.zeros(2, dtype=torch.float64)  # sum and count
     for chunk in engine.run(model, fit, clients.jobs(), None):
         for job, delta, buffers in zip(chunk.jobs, chunk.delta, chunk.buffers, strict=True):
-            scores.append(evaluator.personal(Model(model.w + delta, buffers), job.samples))
-    if not scores:
+            scores += torch.tensor([evaluator.personal(Model(model.w + delta, buffers), job.samples), 1.0])
+    team: Team | None = getattr(engine, "team", None)
+    total, count = (scores if team is None else team.sum(scores)).tolist()
+    if not count:
         raise FedaggError("no client was left to personalise the model for")
-    return sum(scores) / len(scores)
+    return float(total / count)

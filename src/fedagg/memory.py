@@ -36,6 +36,12 @@ class ClientMemory:
     def stage(self, clients: Sequence[int], vectors: Tensor) -> None:
         self.staged.update(zip(clients, vectors.to(self.device).unbind(), strict=True))
 
+    def share(self, clients: Sequence[int], team: Team) -> None:
+        """In a distributed run, what one process staged is staged by all: next time the client may be dealt to another."""
+        for client in clients:
+            vector = self.staged.get(client, torch.zeros(self.d, device=self.device))
+            self.staged[client] = team.sum(vector)
+
     def keep(self, valid: Iterable[int]) -> None:
         """The server has judged: of what is staged, this stays."""
         self.kept = {client: self.staged[client] for client in valid if client in self.staged}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -37,6 +38,7 @@ def run(
     else:
         chosen = resolve(settings, config, settings.pop("preset", None))
     folder = resume or out_dir or default_folder(chosen)
+    leads = os.environ.get("RANK", "0") == "0"  # of several processes under torchrun, the first one speaks
     live = Live(chosen.method)
     followers = [trackers.make(name.strip(), folder) for name in (track or "").split(",") if name.strip()]
     try:
@@ -45,7 +47,8 @@ def run(
         )
     finally:
         live.stop()
-    tell(result, as_json)
+    if leads:
+        tell(result, as_json)
     return 130 if result.interrupted else 0
 
 

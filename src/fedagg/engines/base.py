@@ -140,11 +140,17 @@ class Setting:
     local: Local
     device: torch.device
     loss: Loss = cross_entropy
+    half: bool = False  # products in bfloat16; weights, gradients and sums stay in float32
     layout: Layout = field(init=False)
 
     def __post_init__(self) -> None:
         self.layout = Layout(self.module)
         self.x, self.y = self.x.to(self.device), self.y.to(self.device)
+
+
+    def rounding(self) -> torch.autocast:
+        """The arithmetic of a forward pass."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.half)
 
 
 class Engine(Protocol):

@@ -8,6 +8,7 @@ device, and a round is nothing but replays.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -135,6 +136,7 @@ class Batched:
     note: str = "clients in one batch"
     capture: bool = False
     stages: dict[Shape, Stage] = field(default_factory=dict)
+    most: int = 0  # clients that fit into memory; measured when first asked for
 
     def __post_init__(self) -> None:
         # Padded samples must never enter batch statistics, so such networks train only clients of equal size together.
@@ -142,7 +144,7 @@ class Batched:
 
     def groups(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
         """Clients that train together, those with like numbers of steps side by side."""
-        size = self.chunk or len(jobs)
+        size = self.chunk or min(len(jobs), self.room())
         ordered = sorted(jobs, key=lambda job: (len(job.samples), job.epochs), reverse=True)
         while ordered:
             first = ordered[0]
@@ -154,6 +156,14 @@ class Batched:
             yield group
             taken = {job.client for job in group}
             ordered = [job for job in ordered if job.client not in taken]
+
+    def room(self) -> int:
+        """How many clients fit into half of the free memory: a handful of vectors each, and a batch of activations."""
+        if self.most == 0:
+            s = self.setting
+            each = 4 * (6 * s.layout.d + 4 * s.local.batch_size * activations(s))
+            self.most = max(1, int(free_memory(s.device) / 2 / each))
+        return self.most
 
     def run(self, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> Iterator[Chunk]:
         waiting = list(self.groups(jobs))
@@ -300,6 +310,33 @@ class Batched:
             means.append(sums / count.clamp_min(1)[:, None])
             counts.append(count)
         return torch.stack(means), torch.stack(counts)
+
+
+@torch.no_grad()
+def activations(setting: Setting) -> int:
+    """Numbers that all layers put out for one sample."""
+    space = Workspace(setting.module, setting.layout, setting.device)
+    space.module.eval()
+    count = 0
+
+    def add(module: nn.Module, given: object, output: object) -> None:
+        nonlocal count
+        count += output.numel() if isinstance(output, Tensor) else 0
+
+    for module in space.module.modules():
+        module.register_forward_hook(add)
+    space.module(setting.x[:1])
+    return count
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes free on the device; 4 GiB where nobody says."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 4 << 30
 
 
 def schedule(jobs: Sequence[Job], batch: int, per_epoch: int, epochs: int) -> tuple[Tensor, Tensor]:

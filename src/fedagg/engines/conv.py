@@ -25,35 +25,34 @@ class Convolution(Protocol):
 class Loop:
     """One convolution a client: good where one client's share fills the machine, as on a CPU."""
 
-    def __init__(self, n: int, padding: int) -> None:
-        self.n, self.padding = n, padding
+    def __init__(self, n: int, padding: int, half: bool = False) -> None:
+        self.n, self.padding, self.dtype = n, padding, torch.bfloat16 if half else torch.float32
 
     def forward(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        rows = x.chunk(self.n)
-        biases = b.unbind() if b is not None else [None] * self.n
-        return torch.cat(
-            [functional.conv2d(row, wi, bi, padding=self.padding) for row, wi, bi in zip(rows, w.unbind(), biases, strict=True)]
-        )
+        rows, filters = x.to(self.dtype).chunk(self.n), w.to(self.dtype).unbind()
+        biases = b.to(self.dtype).unbind() if b is not None else [None] * self.n
+        pieces = zip(rows, filters, biases, strict=True)
+        return torch.cat([functional.conv2d(xi, wi, bi, padding=self.padding).float() for xi, wi, bi in pieces])
 
     def backward(self, x: Tensor, dy: Tensor, w: Tensor, mask: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
         pads = [self.padding, self.padding]
         result: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.convolution_backward(
-            dy, x, w, None, [1, 1], pads, [1, 1], False, [0, 0], 1, mask
+            dy.to(self.dtype), x.to(self.dtype), w.to(self.dtype), None, [1, 1], pads, [1, 1], False, [0, 0], 1, mask
         )
         return result
 
     def input_gradient(self, x: Tensor, dy: Tensor, w: Tensor) -> Tensor:
         pieces = zip(x.chunk(self.n), dy.chunk(self.n), w.unbind(), strict=True)
-        return torch.cat([self.backward(xi, dyi, wi, [True, False, False])[0] for xi, dyi, wi in pieces])
+        return torch.cat([self.backward(xi, dyi, wi, [True, False, False])[0].float() for xi, dyi, wi in pieces])
 
     def weight_gradient(self, x: Tensor, dy: Tensor, dw: Tensor) -> None:
         for xi, dyi, dwi in zip(x.chunk(self.n), dy.chunk(self.n), dw.unbind(), strict=True):
             dwi.copy_(self.backward(xi, dyi, dwi, [False, True, False])[1])
 
 
-def make_convolution(form: str, n: int, padding: int) -> Convolution:
+def make_convolution(form: str, n: int, padding: int, half: bool) -> Convolution:
     if form == "fused":
         from fedagg.engines.fused import FusedConvolution
 
-        return FusedConvolution(n, padding)
-    return Loop(n, padding)
+        return FusedConvolution(n, padding, half)
+    return Loop(n, padding, half)

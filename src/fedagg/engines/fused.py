@@ -150,11 +150,10 @@ def block(size: int, most: int) -> int:
 class FusedConvolution:
     """Convolution of n clients' images with n clients' filters."""
 
-    half = False  # products in bfloat16, sums in float32
     splits_for = 264  # blocks that keep a large GPU busy
 
-    def __init__(self, n: int, padding: int) -> None:
-        self.n, self.padding = n, padding
+    def __init__(self, n: int, padding: int, half: bool = False) -> None:
+        self.n, self.padding, self.half = n, padding, half
 
     def convolve(self, x: Tensor, w: Tensor, b: Tensor | None, padding: int) -> Tensor:
         """w (n, O, k, k, C), contiguous: tensor cores want the summed axis innermost."""

@@ -42,7 +42,8 @@ class Sequential:
             batches = order[epoch].split(local.batch_size)
             for batch in batches:
                 space.g.zero_()
-                loss = s.loss(space.module(s.x[batch]), s.y[batch]).mean()
+                with s.rounding():
+                    loss = s.loss(space.module(s.x[batch]), s.y[batch]).mean()
                 loss.backward()
                 losses += loss.detach()
                 first = losses.clone() if steps == 0 else first

@@ -42,18 +42,25 @@ class Flatten:
 
 
 class Linear:
-    def __init__(self, w: Tensor, b: Tensor | None, dw: Tensor, db: Tensor | None) -> None:
-        self.w, self.b, self.dw, self.db = w, b, dw, db
+    def __init__(self, w: Tensor, b: Tensor | None, dw: Tensor, db: Tensor | None, half: bool) -> None:
+        self.w, self.b, self.dw, self.db, self.half = w, b, dw, db, half
 
     def forward(self, x: Tensor) -> Tensor:
         self.x = x
         w = self.w.transpose(1, 2)
+        if self.half:
+            y = torch.bmm(x.bfloat16(), w.bfloat16()).float()
+            return y if self.b is None else y.add_(self.b[:, None])
         return torch.bmm(x, w) if self.b is None else torch.baddbmm(self.b[:, None], x, w)
 
     def backward(self, dy: Tensor, need: bool) -> Tensor:
-        torch.bmm(dy.transpose(1, 2), self.x, out=self.dw)
         if self.db is not None:
             torch.sum(dy, 1, out=self.db)
+        if self.half:
+            short = dy.bfloat16()
+            self.dw.copy_(torch.bmm(short.transpose(1, 2), self.x.bfloat16()))
+            return torch.bmm(short, self.w.bfloat16()).float() if need else dy
+        torch.bmm(dy.transpose(1, 2), self.x, out=self.dw)
         return torch.bmm(dy, self.w) if need else dy
 
 
@@ -180,8 +187,8 @@ class StackedNetwork:
         if isinstance(module, nn.Linear | nn.Conv2d):
             parts = (w[f"{name}.weight"], w.get(f"{name}.bias"), g[f"{name}.weight"], g.get(f"{name}.bias"))
             if isinstance(module, nn.Linear):
-                return Linear(*parts)
-            return Conv(make_convolution(conv, self.n, pair(module.padding)[0]), *parts)
+                return Linear(*parts, half=self.setting.half)
+            return Conv(make_convolution(conv, self.n, pair(module.padding)[0], self.setting.half), *parts)
         if isinstance(module, nn.Flatten):
             return Flatten(self.n)
         if isinstance(module, nn.ReLU):

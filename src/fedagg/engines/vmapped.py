@@ -27,8 +27,9 @@ class VmappedNetwork:
         self, weights: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor, y: Tensor, scale: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """One client's weighted loss; the buffers come back as the module left them."""
-        output = functional_call(self.module, (weights, buffers), (x,))
-        return (self.setting.loss(output, y) * scale).sum(), buffers
+        with self.setting.rounding():
+            output = functional_call(self.module, (weights, buffers), (x,))
+            return (self.setting.loss(output, y) * scale).sum(), buffers
 
     def gradient(self, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
         n, batch = scale.shape

@@ -72,6 +72,8 @@ class Constants:
         g_norm: the norm of the subgradient of Assumption 4; only the printed non-convex bound has a use for it.
         imbalance: Σ_i |θ_i - 1/N|, zero when all clients have equally many samples.
         local: how much of a step follows the client's own gradient: 0 is Eq. (9), 1 is Algorithm 2.
+        probed: whether φ1 was found by a pass along the clients' own gradients from the same w̄, at rates of δ_h at
+            most (Algorithm 1), rather than at the places where the clients are (Eq. 9).
     """
 
     L: int
@@ -88,6 +90,7 @@ class Constants:
     g_norm: float | None = None
     imbalance: float = 0.0
     local: float = 0.0
+    probed: bool = False
 
     def __post_init__(self) -> None:
         for name in ("L", "N"):
@@ -235,10 +238,13 @@ def relative_error(c: Constants) -> Bound:
     $$\rho = \delta_h\textstyle\sum_{k<L}\,[(1+\beta\delta_h)^k - 1].$$
 
     There $\phi_{1,0} = \nabla F(\bar w)$: where F is stationary nobody moves, and the error goes to zero with the
-    gradient. That is why the error floors of Theorems 3 to 5 are not there for Eq. (9).
+    gradient. That is why the error floors of Theorems 3 to 5 are not there for Eq. (9). A φ1 that was probed along the
+    clients' own gradients has no such property: they move apart even where F is stationary.
     """
     if reason := c.lacks("beta"):
         return Bound.none(reason)
+    if c.probed and c.L > 1:
+        return Bound.none("needs φ1 from where the clients are (Eq. 9), and it comes from a probe")
     if c.local > 0.0 or c.imbalance > 1e-12:
         return Bound.none("needs Eq. (9) and equal client sizes: local = 0 and imbalance = 0")
     x = c.get("beta")[0] * c.delta_h

@@ -9,15 +9,15 @@ $$\eta^{(j+1)} = (I + cA^\top A)^{-1} c A^\top A\,\eta^{(j)},$$
 because all clients start at $\bar w$ and take the same path, so that $\bar w - \phi_2 = A\eta^{(j)}$ is exactly what
 the plan is asked to reproduce. The matrix has eigenvalues $c\sigma^2/(1+c\sigma^2) < 1$: each pass shrinks the rates,
 and the one fixed point is η = 0, where nobody moves. Algorithm 1 is of use as the paper states it, a few passes from
-a positive rate with a tolerance, and not in the limit. Everything here is float64 on quadratic clients, where each
-number can be checked by hand.
+a positive rate with a tolerance, and not in the limit. Everything here is float64: on quadratic clients, where each
+number can be checked by hand, or on those of a run (`fedagg.theory.objective`).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,24 @@ from fedagg.meanfield import learning_rates, weight_ratio
 from fedagg.theory.bounds import path_norm
 
 Direction = Literal["aggregated", "local"]
+
+
+class Federation(Protocol):
+    """What Algorithm 1 needs of its clients."""
+
+    @property
+    def theta(self) -> Tensor:
+        """Aggregation weights, (N,)."""
+
+    @property
+    def beta(self) -> float:
+        """The smoothness of Assumption 1."""
+
+    def gradients(self, w: Tensor) -> Tensor:
+        """∇F_i(w_i) for a stack (N, d) of positions, or ∇F_i(w) of all clients at one w (d,)."""
+
+    def around(self, w: Tensor) -> Federation:
+        """The same clients, with positions measured from w."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +76,10 @@ class QuadraticClients:
     def gradients(self, w: Tensor) -> Tensor:
         """∇F_i(w_i) for a stack (N, d) of positions, or ∇F_i(w) of all clients at one w (d,)."""
         return torch.einsum("nij,nj->ni", self.hessians, w - self.centres)
+
+    def around(self, w: Tensor) -> QuadraticClients:
+        """The same clients, with positions measured from w."""
+        return replace(self, centres=self.centres - w)
 
     def losses(self, w: Tensor) -> Tensor:
         """F_i(w_i) or F_i(w), (N,)."""
@@ -107,7 +129,7 @@ class Trajectory:
     gradients: Tensor
 
 
-def local_round(clients: QuadraticClients, w: Tensor, rates: Tensor, local: float = 0.0) -> Trajectory:
+def local_round(clients: Federation, w: Tensor, rates: Tensor, local: float = 0.0) -> Trajectory:
     """L steps of every client from w with the given rates (N, L): along Eq. (9) at local = 0, Algorithm 2 at 1."""
     at = w.expand(len(clients.theta), -1)
     positions, gradients = [at], []
@@ -141,7 +163,7 @@ class Pass:
 
 
 def algorithm_one(
-    clients: QuadraticClients,
+    clients: Federation,
     w: Tensor,
     alpha: float,
     epochs: int,
@@ -164,7 +186,7 @@ def algorithm_one(
         raise unknown("direction", direction, ("aggregated", "local"))
     local = 1.0 if direction == "local" else 0.0
     # Measured from the round's start: rates come from w̄ - φ2, which for small rates is lost in the digits of w̄.
-    clients, w = replace(clients, centres=clients.centres - w), torch.zeros_like(w)
+    clients, w = clients.around(w), torch.zeros_like(w)
     count, beta = len(clients.theta), clients.beta
     rates = torch.full((epochs,), rate, dtype=torch.float64)
     phi1, phi2 = mean_field(local_round(clients, w, rates.expand(count, -1), local))
@@ -197,7 +219,7 @@ def pass_limit(phi1: Tensor, alpha: float) -> float:
     return gain / (1.0 + gain)
 
 
-def asymptotic_factor(clients: QuadraticClients, w: Tensor, alpha: float, epochs: int) -> float:
+def asymptotic_factor(clients: Federation, w: Tensor, alpha: float, epochs: int) -> float:
     r"""What the contraction comes to in the limit: $c\kappa_L^2|g|^2/(1+c\kappa_L^2|g|^2)$, g the mean gradient at w.
 
     Near η = 0 all φ1 are g, so A is g times the matrix of partial sums and σ is κ_L |g| (`path_norm`).
@@ -207,7 +229,7 @@ def asymptotic_factor(clients: QuadraticClients, w: Tensor, alpha: float, epochs
     return gain / (1.0 + gain)
 
 
-def exact_fixed_point(clients: QuadraticClients, w: Tensor, epochs: int) -> tuple[Tensor, Tensor]:
+def exact_fixed_point(clients: Federation, w: Tensor, epochs: int) -> tuple[Tensor, Tensor]:
     r"""The fixed point, for any clients: nobody moves, $\phi_{1,l} = \frac1N\sum_i\nabla F_i(w)$, $\phi_{2,l} = w$."""
     return clients.gradients(w).mean(0).expand(epochs, -1), w.expand(epochs + 1, -1)
 

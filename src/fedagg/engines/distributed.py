@@ -1,0 +1,79 @@
+"""One run on several processes, on one machine or many: `torchrun --nproc-per-node=2 -m fedagg run --engine distributed ...`.
+
+Every process holds the data and the global model, and trains its share of the round's clients with an engine of its own. Numbers per
+client and sums of vectors are all-reduced, so that every process takes the same step; the first one keeps the record.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+
+import torch
+from torch import Tensor, distributed
+
+from fedagg.engines.base import Chunk, Engine, Job, Memory, Setting, Work
+from fedagg.errors import SettingError
+from fedagg.flat import Model
+
+
+class PeerGone(KeyboardInterrupt):
+    """Another process is gone: the run stops as after Ctrl-C, with everything that was done kept."""
+
+
+class Team:
+    """The processes of a run."""
+
+    def __init__(self, device: torch.device) -> None:
+        if "RANK" not in os.environ:
+            raise SettingError("engine", "distributed", "start it with: torchrun --nproc-per-node=2 -m fedagg run ...")
+        if not distributed.is_initialized():
+            signal.signal(signal.SIGTERM, end_cleanly)
+            distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        self.device, self.rank, self.size = device, distributed.get_rank(), distributed.get_world_size()
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return self.reduce(tensor, distributed.ReduceOp.SUM)
+
+    def most(self, tensor: Tensor) -> Tensor:
+        return self.reduce(tensor, distributed.ReduceOp.MAX)
+
+    def reduce(self, tensor: Tensor, how: distributed.ReduceOp.RedOpType) -> Tensor:
+        """All-reduced, on the tensor's own device."""
+        there = tensor.to(self.device, copy=True)
+        try:
+            distributed.all_reduce(there, how)
+        except RuntimeError as error:
+            raise PeerGone("another process of the run is gone; start all of them again with --resume") from error
+        return there.to(tensor.device)
+
+
+def end_cleanly(number: int, frame: FrameType | None) -> None:
+    """torchrun ends the others when one process dies."""
+    raise PeerGone("asked to stop, most likely because another process of the run is gone; start again with --resume")
+
+
+class Distributed:
+    """This process's share of the clients, dealt by work: the longest to whoever has least to do."""
+
+    def __init__(self, setting: Setting, inner: Callable[[Setting], Engine], team: Team | None = None) -> None:
+        self.team = team or Team(setting.device)
+        self.inner = inner(setting)
+        self.note = f"{self.team.size} processes, each: {self.inner.note}"
+
+    def run(self, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> Iterator[Chunk]:
+        mine = deal(jobs, self.team.size)[self.team.rank]
+        return self.inner.run(model, work, mine, memory) if mine else iter(())
+
+
+def deal(jobs: Sequence[Job], hands: int) -> list[list[Job]]:
+    """The jobs of each process, with the work as even as can be; the same on every process."""
+    dealt: list[list[Job]] = [[] for _ in range(hands)]
+    load = [0] * hands
+    for job in sorted(jobs, key=lambda job: (-len(job.samples) * job.epochs, job.position)):
+        least = load.index(min(load))
+        dealt[least].append(job)
+        load[least] += len(job.samples) * job.epochs
+    return [sorted(hand, key=lambda job: job.position) for hand in dealt]

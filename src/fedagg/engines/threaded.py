@@ -1,0 +1,50 @@
+"""Several plain engines side by side, a thread and a core each, on images in channels-last memory.
+
+Convolutions of one small batch do not keep several cores busy, but one client a core does. Python's lock is no hindrance: the threads
+spend their time in kernels.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import nn
+
+from fedagg.engines.base import Chunk, Job, Memory, Setting, Work
+from fedagg.engines.sequential import Sequential
+from fedagg.flat import Model
+
+
+class Threaded:
+    def __init__(self, setting: Setting, threads: int) -> None:
+        if setting.x.dim() == 4:
+            setting.x = setting.x.contiguous(memory_format=torch.channels_last)
+        self.setting = setting
+        self.own = threading.local()
+        self.pool = ThreadPoolExecutor(threads, initializer=self.prepare)
+        self.note = f"{threads} clients at a time, a thread and a core each"
+
+    def prepare(self) -> None:
+        torch.set_num_threads(1)
+        self.own.engine = Sequential(self.setting)
+
+    def run(self, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> Iterator[Chunk]:
+        remembered = memory.read([job.client for job in jobs]) if memory is not None and work.memory else [None] * len(jobs)
+
+        def client(index: int) -> Chunk:
+            chunk: Chunk = self.own.engine.client(model, work, jobs[index], remembered[index])
+            return chunk
+
+        # The longest first, so that no core waits long for another's last client; handed back in the order asked for.
+        order = sorted(range(len(jobs)), key=lambda i: -len(jobs[i].samples) * jobs[i].epochs)
+        futures = {index: self.pool.submit(client, index) for index in order}
+        for index in range(len(jobs)):
+            yield futures.pop(index).result()
+
+
+def draws(module: nn.Module) -> bool:
+    """Does the module draw random numbers while it trains? Torch's generator is shared by all threads."""
+    return any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in module.modules())
