@@ -1,4 +1,4 @@
-"""Bring the tables of settings in docs/configuration.md up to date with `Config`, where every setting is described once.
+"""Bring the tables of settings in docs/configuration.md up to date with `Config`, which describes every setting.
 
 A table stands between two comments; the first names its settings, or is `presets`:
 
@@ -55,7 +55,10 @@ def settings_table(names: list[str]) -> str:
 
 def presets_table() -> str:
     names = list(next(iter(PRESETS.values())))
-    rows = [f"| `{preset}` | " + " | ".join(str(values[name]) for name in names) + " |" for preset, values in PRESETS.items()]
+    rows = [
+        f"| `{preset}` | " + " | ".join(str(values[name]) for name in names) + " |"
+        for preset, values in PRESETS.items()
+    ]
     return "\n".join(["| preset | " + " | ".join(names) + " |", "|---|" + "---|" * len(names), *rows])
 
 

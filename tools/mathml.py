@@ -1,7 +1,7 @@
 """MkDocs hook: formulas become MathML when the site is built.
 
-Browsers draw MathML themselves, so the site needs no script and no network for its mathematics. A formula that cannot be
-converted, or only in part, fails the build.
+Browsers draw MathML themselves, so the site needs no script and no network for its mathematics. A formula that cannot
+be converted, or only in part, fails the build.
 """
 
 from __future__ import annotations

@@ -172,6 +172,7 @@ def run(
     follows = team is not None and team.rank > 0  # the first process of a distributed run keeps the record
     if team is not None and config.robust != "mean":
         raise SettingError("robust", config.robust, "looks at all clients together: choose an engine other than distributed")
+    engine = engine if wrap is None else wrap(engine)
     evaluator = Evaluator(setting, data.x_test, data.y_test)
     samples = Samples(parts)
     memory = None

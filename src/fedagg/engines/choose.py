@@ -60,7 +60,7 @@ def batched(setting: Setting, wishes: Wishes) -> Engine:
     cuda = setting.device.type == "cuda"
     make: Callable[[Setting, int], stacked.StackedNetwork | VmappedNetwork] = VmappedNetwork
     words = "vmap over clients"
-    if stacked.supported(setting.module):
+    if stacked.supported(setting.module, setting.x.dim() - 1):
         form = "fused" if cuda and has_triton() else "loop"
         make = functools.partial(stacked.StackedNetwork, conv=form)
         words = "stacked layers, no autograd" + (f", {form} convolutions" if form == "fused" else "")

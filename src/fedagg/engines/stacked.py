@@ -46,6 +46,8 @@ class Linear:
         self.w, self.b, self.dw, self.db, self.half = w, b, dw, db, half
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dim() == 2:  # flat samples, which no layer has put in rows by client yet
+            x = x.reshape(len(self.w), -1, x.shape[1])
         self.x = x
         w = self.w.transpose(1, 2)
         if self.half:
@@ -144,11 +146,20 @@ def channels_last(x: Tensor) -> bool:
     return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 
-def supported(module: nn.Module) -> bool:
-    """Is the module a chain of layers that are written out here?"""
+def supported(module: nn.Module, axes: int = 3) -> bool:
+    """Is the module a chain of layers that are written out here, for samples with so many axes?"""
     if type(module) is not nn.Sequential:
         return False
+    rows = False  # by client, as the first linear layer or flattening makes them
     for layer in module:
+        if axes != (1 if isinstance(layer, nn.Linear) else 3) and isinstance(
+            layer, nn.Linear | nn.Conv2d | nn.MaxPool2d | nn.AdaptiveAvgPool2d
+        ):
+            return False
+        if isinstance(layer, nn.Flatten | nn.Linear):
+            if rows and isinstance(layer, nn.Flatten):
+                return False
+            axes, rows = 1, True
         if isinstance(layer, nn.Conv2d):
             plain = layer.groups == 1 and pair(layer.dilation) == [1, 1] and layer.padding_mode == "zeros"
             if not plain or isinstance(layer.padding, str) or pair(layer.stride) != [1, 1]:
@@ -161,7 +172,7 @@ def supported(module: nn.Module) -> bool:
                 return False
         elif not isinstance(layer, nn.Linear | nn.ReLU | nn.MaxPool2d | nn.Dropout | nn.Identity):
             return False
-    return all(p.requires_grad for p in module.parameters())
+    return rows and all(p.requires_grad for p in module.parameters())
 
 
 class StackedNetwork:
@@ -183,7 +194,9 @@ class StackedNetwork:
         self.first = next(i for i, layer in enumerate(self.layers) if isinstance(layer, Linear | Conv))
         self.pair_up(fused=conv == "fused")
 
-    def layer(self, module: nn.Module, name: str, w: dict[str, Tensor], g: dict[str, Tensor], conv: str) -> Layer | None:
+    def layer(
+        self, module: nn.Module, name: str, w: dict[str, Tensor], g: dict[str, Tensor], conv: str
+    ) -> Layer | None:
         if isinstance(module, nn.Linear | nn.Conv2d):
             parts = (w[f"{name}.weight"], w.get(f"{name}.bias"), g[f"{name}.weight"], g.get(f"{name}.bias"))
             if isinstance(module, nn.Linear):

@@ -1,0 +1,152 @@
+"""Every example in the README and the documentation works, and tables made from code are up to date.
+
+Python blocks of a page share a namespace and a working directory. Console blocks are run, unless a comment
+`<!-- not run: why -->` stands directly above; those, and blocks that are only there to be adapted (`sh`), must at least
+be commands that exist.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import pytest
+import typer
+
+from fedagg.algorithms import REGISTRY, fedagg
+from fedagg.cli import app, main
+from fedagg.config import Config
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+import config_table  # noqa: E402 - a script, not a package
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(
+    r"(?P<skip><!-- not run: [^>]+ -->\n)?^```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE
+)
+SHELLS = ("console", "bash", "sh")
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    code: str
+    line: int
+    skip: bool
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """The `fedagg` commands of a shell block, as argument lists. Lines that go on after a backslash are one."""
+        lines = self.code.replace("\\\n", " ").splitlines()
+        bare = (line.removeprefix("$ ").strip() for line in lines)
+        return [shlex.split(line, comments=True)[1:] for line in bare if line.startswith("fedagg ")]
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(found["language"], found["code"], text.count("\n", 0, found.start("code")) + 1, bool(found["skip"]))
+        for found in BLOCK.finditer(text)
+    ]
+
+
+def has_work(page: Path) -> bool:
+    return any(block.language in ("python", *SHELLS) for block in blocks(page))
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty folder to work in; algorithms that a page registers are forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    known = dict(REGISTRY)
+    yield
+    REGISTRY.clear()
+    REGISTRY.update(known)
+
+
+def runs(arguments: list[str]) -> int:
+    with contextlib.redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if has_work(page)], ids=lambda page: page.name)
+@pytest.mark.usefixtures("scratch")
+def test_examples_run(page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    if "flwr" in page.read_text(encoding="utf-8"):
+        pytest.importorskip("flwr", reason="the page's examples need the flower extra")
+    module = types.ModuleType("example")
+    monkeypatch.setitem(sys.modules, "example", module)  # dataclasses look their module up
+    for block in blocks(page):
+        where = f"{page.name}, line {block.line}"
+        if block.language == "python" and not block.skip:
+            code = "\n" * (block.line - 1) + block.code
+            exec(compile(code, str(page), "exec", dont_inherit=True), vars(module))
+        elif block.language in ("console", "bash") and not block.skip:
+            for arguments in block.commands:
+                assert runs(arguments) == 0, (
+                    f"{where}: fedagg {shlex.join(arguments)}: {capsys.readouterr().err[-500:]}"
+                )
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if has_work(page)], ids=lambda page: page.name)
+def test_commands_exist(page: Path) -> None:
+    """Also those that are not run: the command, its options and its words."""
+    root = typer.main.get_command(app)
+    for block in blocks(page):
+        for arguments in block.commands if block.language in SHELLS else ():
+            command: click.Command = root
+            context = click.Context(root, info_name="fedagg")
+            while isinstance(command, click.Group):
+                name, arguments = arguments[0], arguments[1:]
+                found = command.get_command(context, name)
+                assert found is not None, f"{page.name}, line {block.line}: there is no command {name}"
+                command, context = found, click.Context(found, parent=context, info_name=name)
+            try:
+                command.parse_args(context, list(arguments))
+            except click.ClickException as error:
+                pytest.fail(f"{page.name}, line {block.line}: {error.format_message()}")
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for page in PAGES:
+        for block in blocks(page):
+            if block.language in SHELLS:
+                named = set(re.findall(r"^(?:\$ )?make ([a-z]+)", block.code, re.MULTILINE))
+                assert named <= targets, f"{page.name}, line {block.line}"
+
+
+def test_every_setting_is_documented_once() -> None:
+    page = config_table.PAGE.read_text(encoding="utf-8")
+    assert sorted(config_table.named(page)) == sorted(Config.model_fields)
+    assert config_table.updated(page) == page, "run: python tools/config_table.py"
+
+
+def test_settings_table_says_what_config_says() -> None:
+    assert config_table.row("participation") == (
+        "| `--participation` | `0.2` | > 0, ≤ 1 | share of the clients that takes part in a round |"
+    )
+    assert config_table.allowed("client_optimizer") == "`sgd`, `adam`"
+
+
+def test_every_constant_of_fedagg_is_explained() -> None:
+    page = (ROOT / "docs" / "fedagg.md").read_text(encoding="utf-8")
+    told = dict(re.findall(r"^\| `([A-Z_]+)` \| `([^`]+)` \|", page, re.MULTILINE))
+    there = {name: repr(value) for name, value in vars(fedagg).items() if name.isupper() and name != "KEPT"}
+    assert told == there
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = re.findall(r"([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))

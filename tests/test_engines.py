@@ -1,0 +1,318 @@
+"""Every engine does what the plain sequential one does; the same engine does the same to the last bit."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import fedagg
+from fedagg import models, partition, seeding
+from fedagg.algorithms import REGISTRY
+from fedagg.engines import Sequential, batched, choose, stacked
+from fedagg.engines.base import Chunk, Job, Local, Setting, Work
+from fedagg.engines.batched import Batched
+from fedagg.engines.distributed import deal
+from fedagg.engines.threaded import Threaded
+from fedagg.engines.vmapped import VmappedNetwork
+from fedagg.memory import ClientMemory
+
+SIZES = (13, 8, 5, 13)  # ragged: several batches of 4, the last one short
+
+
+def job_list(epochs: int = 2, sizes: tuple[int, ...] = SIZES) -> list[Job]:
+    starts = np.cumsum((0, *sizes))
+    return [
+        Job(client=i, samples=torch.arange(starts[i], starts[i + 1]), epochs=epochs, seed=50 + i, position=i)
+        for i in range(len(sizes))
+    ]
+
+
+def make_setting(module: nn.Module, shape: tuple[int, ...], local: Local) -> Setting:
+    generator = torch.Generator().manual_seed(3)
+    count = sum(SIZES)
+    x = torch.rand(count, *shape, generator=generator)
+    y = torch.randint(0, 3, (count,), generator=generator)
+    return Setting(module, x, y, 3, local, torch.device("cpu"))
+
+
+def chain(*, dropout: float = 0.0) -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 6, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(), nn.Dropout(dropout), nn.Linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 3),
+        )  # fmt: skip
+
+
+class Odd(nn.Module):
+    """Not a chain: batch normalisation, a skip connection, an integer counter. No bias below the normalisation: its gradient would be
+    rounding noise, which Adam blows up to full steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.first(x))
+        return self.last((y + y.relu()).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def odd() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return Odd()
+
+
+def works(d: int) -> dict[str, Work]:
+    """One of each kind of term."""
+    g = torch.Generator().manual_seed(9)
+    field = 0.01 * torch.randn(2, d, generator=g)
+    rate = torch.tensor([0.1, 0.05], dtype=torch.float64)
+    mask = (torch.rand(d, generator=g) > 0.3).float()
+    return {
+        "plain": Work(rate=rate),
+        "prox": Work(rate=rate, prox=0.5),
+        "mixed": Work(
+            rate=rate, slope=torch.tensor([[2.0, 0.0], [1.0, 3.0]]), low=0.01, high=0.09, own=0.4, field=field, mix=torch.eye(2)
+        ),
+        "per client": Work(rate=rate, slope=torch.ones(2, 2), high=torch.tensor([0.02, 0.08, 0.05, 0.03]), field=field),
+        "memory": Work(rate=rate, memory=True, field=field[:1], mix=torch.ones(2, 1)),
+        "mask": Work(rate=rate, mask=mask),
+        "trace": Work(rate=rate, trace=True),
+    }
+
+
+def joined(chunks: list[Chunk]) -> dict[str, Tensor]:
+    """What came home, by client, whatever the order it came in."""
+    order = torch.tensor([job.client for chunk in chunks for job in chunk.jobs]).argsort()
+    names = ("delta", "buffers", "loss", "first", "rates", "steps", "travel", "gradients", "path", "classes", "counts")
+    return {
+        name: torch.cat([getattr(chunk, name) for chunk in chunks])[order]
+        for name in names
+        if getattr(chunks[0], name) is not None
+    }
+
+
+def assert_same(ours: list[Chunk], theirs: list[Chunk], tolerance: float = 1e-4) -> None:
+    a, b = joined(ours), joined(theirs)
+    assert a.keys() == b.keys()
+    for name in a:
+        assert float((a[name] - b[name]).double().norm()) <= tolerance * max(1e-6, float(b[name].double().norm())), name
+
+
+def forms(setting: Setting) -> dict[str, Any]:
+    engines: dict[str, Any] = {"vmap": Batched(setting, VmappedNetwork), "vmap by two": Batched(setting, VmappedNetwork, chunk=2)}
+    if stacked.supported(setting.module):
+        engines["stacked"] = Batched(setting, stacked.StackedNetwork)
+        engines["stacked by three"] = Batched(setting, stacked.StackedNetwork, chunk=3)
+        engines["threads"] = Threaded(setting, 2)
+    return engines
+
+
+@pytest.mark.parametrize("kind", ["plain", "prox", "mixed", "per client", "memory", "mask", "trace"])
+@pytest.mark.parametrize("make", [chain, odd])
+def test_forms_agree_with_the_plain_engine(make: Any, kind: str) -> None:
+    setting = make_setting(make(), (2, 8, 8), Local(epochs=2, batch_size=4))
+    work, model = works(setting.layout.d)[kind], setting.layout.pack(setting.module)
+    memory = ClientMemory(4, setting.layout.d)
+    for client in range(4):
+        memory.write(client, 0.01 * torch.randn(setting.layout.d, generator=torch.Generator().manual_seed(client)))
+    jobs = job_list()
+    expected = list(Sequential(setting).run(model, work, jobs, memory))
+    for name, engine in forms(setting).items():
+        ours = list(engine.run(model, work, jobs, memory))
+        try:
+            assert_same(ours, expected)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+@pytest.mark.parametrize(
+    "options", [{"momentum": 0.9}, {"weight_decay": 0.1}, {"clip": 0.5}, {"optimizer": "adam"}, {"optimizer": "adam", "clip": 0.1}]
+)
+@pytest.mark.parametrize("make", [chain, odd])
+def test_client_optimisers_agree(make: Any, options: dict[str, Any]) -> None:
+    setting = make_setting(make(), (2, 8, 8), Local(epochs=2, batch_size=4, **options))
+    work, model = works(setting.layout.d)["plain"], setting.layout.pack(setting.module)
+    expected = list(Sequential(setting).run(model, work, job_list(), None))
+    for engine in forms(setting).values():
+        assert_same(list(engine.run(model, work, job_list(), None)), expected)
+
+
+def test_stragglers_stop_early_in_every_form() -> None:
+    setting = make_setting(chain(), (2, 8, 8), Local(epochs=3, batch_size=4))
+    work = Work(rate=torch.full((3,), 0.1, dtype=torch.float64))
+    jobs = [Job(j.client, j.samples, 1 + j.client % 3, j.seed, j.position) for j in job_list(3)]
+    model = setting.layout.pack(setting.module)
+    expected = list(Sequential(setting).run(model, work, jobs, None))
+    assert (joined(expected)["rates"][0] == torch.tensor([0.1, 0.0, 0.0])).all()
+    for engine in forms(setting).values():
+        assert_same(list(engine.run(model, work, jobs, None)), expected)
+
+
+def test_representations_agree() -> None:
+    setting = make_setting(chain(), (2, 8, 8), Local(epochs=1, batch_size=4))
+    work = Work(rate=torch.full((1,), 0.1, dtype=torch.float64), represent="10")
+    model = setting.layout.pack(setting.module)
+    expected = list(Sequential(setting).run(model, work, job_list(1), None))
+    for engine in forms(setting).values():
+        assert_same(list(engine.run(model, work, job_list(1), None)), expected)
+
+
+@pytest.mark.parametrize("form", ["stacked", "vmap"])
+def test_dropout_differs_between_clients_and_repeats_by_seed(form: str) -> None:
+    setting = make_setting(chain(dropout=0.5), (2, 8, 8), Local(epochs=1, batch_size=4))
+    same = torch.arange(8)
+    jobs = [Job(client=i, samples=same, epochs=1, seed=7, position=i) for i in range(3)]  # alike in all but their dropout
+    work, model = Work(rate=torch.full((1,), 0.5, dtype=torch.float64)), setting.layout.pack(setting.module)
+    first, second = (list(forms(setting)[form].run(model, work, jobs, None))[0].delta for _ in range(2))
+    assert torch.equal(first, second)
+    assert not torch.equal(first[0], first[1])
+    assert not torch.equal(first[1], first[2])
+
+
+def test_padding_moves_nothing() -> None:
+    """A client trains to the same bits whatever larger clients stand beside it, and batch statistics never see padding."""
+    setting = make_setting(odd(), (2, 8, 8), Local(epochs=2, batch_size=4))
+    work, model = works(setting.layout.d)["plain"], setting.layout.pack(setting.module)
+    alone = joined(list(Batched(setting, VmappedNetwork).run(model, work, [job_list()[2]], None)))
+    beside = joined(list(Batched(setting, VmappedNetwork).run(model, work, job_list(), None)))
+    assert torch.equal(alone["buffers"][0], beside["buffers"][2])
+    assert torch.equal(alone["delta"][0], beside["delta"][2])
+
+
+@pytest.mark.parametrize("split", ["iid", "dirichlet-class"])
+@pytest.mark.parametrize("algorithm", sorted(REGISTRY))
+@pytest.mark.parametrize("model", ["linear", "lenet5"])
+def test_whole_runs_agree(algorithm: str, model: str, split: str) -> None:
+    if algorithm == "fedbabu" and model == "linear":
+        pytest.skip("FedBABU needs a body")
+    if model == "lenet5" and split == "iid" and algorithm not in ("fedagg", "fedavg", "fedgh"):
+        pytest.skip("the ragged split is the harder test")
+
+    def weights(engine: str) -> Tensor:
+        result = fedagg.run(
+            algorithm=algorithm, model=model, engine=engine, partition=split, sigma=0.5, clients=60, participation=0.05,
+            rounds=3, epochs=2, lr=0.05, eval_every=3,
+        )  # fmt: skip
+        return torch.cat([p.detach().reshape(-1) for p in result.model.parameters()])
+
+    ours, expected = weights("batched"), weights("sequential")
+    assert float((ours - expected).norm() / expected.norm()) < 1e-4
+
+
+@pytest.mark.parametrize("model", ["mnist-cnn", "vgg11", "resnet18"])
+def test_larger_models_agree(model: str) -> None:
+    shape = (1, 28, 28) if model == "mnist-cnn" else (3, 32, 32)
+    setting = make_setting(models.build(model, shape, 3, seed=1), shape, Local(epochs=1, batch_size=4))
+    work, start = Work(rate=torch.full((1,), 0.01, dtype=torch.float64)), setting.layout.pack(setting.module)
+    jobs = job_list(1)[1:3]
+    expected = list(Sequential(setting).run(start, work, jobs, None))
+    assert_same(list(choose.batched(setting, fedagg.Config()).run(start, work, jobs, None)), expected, 1e-3)
+
+
+def test_running_out_of_memory_halves_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = make_setting(chain(), (2, 8, 8), Local(epochs=2, batch_size=4))
+    work, model = works(setting.layout.d)["plain"], setting.layout.pack(setting.module)
+    expected = list(Sequential(setting).run(model, work, job_list(), None))
+    engine = Batched(setting, stacked.StackedNetwork)
+    train = engine.train
+
+    def small(model: Any, work: Any, jobs: list[Job], memory: Any) -> Chunk:
+        if len(jobs) > 2:
+            raise torch.cuda.OutOfMemoryError
+        return train(model, work, jobs, memory)
+
+    monkeypatch.setattr(engine, "train", small)
+    chunks = list(engine.run(model, work, job_list(), None))
+    assert [len(chunk.jobs) for chunk in chunks] == [2, 2]
+    assert_same(chunks, expected)
+    assert "memory ran out" in engine.note
+
+
+def test_chunks_are_cut_to_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = make_setting(chain(), (2, 8, 8), Local(epochs=1, batch_size=4))
+    each = 4 * (6 * setting.layout.d + 4 * 4 * batched.activations(setting))
+    monkeypatch.setattr(batched, "free_memory", lambda device: 7 * each)
+    groups = list(Batched(setting, stacked.StackedNetwork).groups(job_list(1)))
+    assert [len(group) for group in groups] == [3, 1]
+
+
+def test_activations_are_counted() -> None:
+    module = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(256, 3))
+    setting = make_setting(module, (2, 8, 8), Local(epochs=1, batch_size=4))
+    assert batched.activations(setting) == 256 + 256 + 256 + 3 + 3  # the last output counts for the chain as well
+
+
+def test_auto_says_what_it_picked() -> None:
+    config = fedagg.Config(threads=2)
+
+    def note(module: nn.Module) -> str:
+        return choose.pick(make_setting(module, (2, 8, 8), Local(1, 4)), config).note
+
+    assert "stacked" in note(nn.Sequential(nn.Flatten(), nn.Linear(128, 3)))
+    assert "thread" in note(chain())
+    assert "one client at a time" in note(chain(dropout=0.5))
+
+
+def test_same_seed_same_bytes(tmp_path: Path) -> None:
+    for engine in ("auto", "batched", "sequential"):
+        for name in "ab":
+            fedagg.run(engine=engine, rounds=2, clients=20, participation=0.2, out=tmp_path / engine / name)
+        a, b = ((tmp_path / engine / name / "model.safetensors").read_bytes() for name in "ab")
+        assert a == b
+
+
+def test_work_is_dealt_evenly_and_once() -> None:
+    jobs = [Job(i, torch.arange(size), 2, i, i) for i, size in enumerate((50, 3, 20, 20, 10, 40))]
+    hands = deal(jobs, 3)
+    assert sorted(job.client for hand in hands for job in hand) == list(range(6))
+    loads = [sum(len(job.samples) for job in hand) for hand in hands]
+    assert max(loads) <= 50
+    assert [job.client for job in deal(jobs[:1], 3)[0]] == [0]
+    assert deal(jobs[:1], 3)[1:] == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["fedagg", "scaffold", "fedgh", "fedagg-paper"])
+def test_two_processes_are_one(algorithm: str, tmp_path: Path) -> None:
+    arguments = [
+        "run", "--algorithm", algorithm, "--partition", "dirichlet-class", "--rounds", "3", "--clients", "40", "--participation",
+        "0.1", "--quiet", "--dropout-rate", "0.3",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    together, alone = tmp_path / "together", tmp_path / "alone"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "fedagg"]
+    for command in (
+        [*torchrun, *arguments, "--engine", "distributed", "--out", str(together)],
+        [sys.executable, "-m", "fedagg", *arguments, "--engine", "sequential", "--out", str(alone)],
+    ):
+        subprocess.run(command, check=True, env=environment, capture_output=True, timeout=60)
+    ours, expected = (load_file(folder / "model.safetensors") for folder in (together, alone))
+    for name in expected:
+        assert torch.allclose(ours[name], expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_distributed_needs_torchrun() -> None:
+    with pytest.raises(fedagg.errors.SettingError, match="torchrun"):
+        fedagg.run(engine="distributed", rounds=1)
+
+
+def test_a_million_clients_can_be_dealt_and_sampled() -> None:
+    labels = np.zeros(3_000_000, dtype=np.int64)
+    parts = partition.iid(labels, 1_000_000, seed=0)
+    some = seeding.participants(0, 5, 1_000_000, 10)
+    assert len(parts) == 1_000_000
+    assert len(set(some)) == 10
+    assert all(len(parts[client]) == 3 for client in some)
+    assert math.isclose(np.mean([len(part) for part in parts[:1000]]), 3.0)
