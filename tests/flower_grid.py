@@ -30,8 +30,7 @@ class HereGrid(Grid):
         self.app, self.tamper = app, tamper
         TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 7, 1  # Flower sets these in its processes
         self.contexts = {
-            1000 + k: Context(7, 1000 + k, {"partition-id": k, "num-partitions": nodes}, RecordDict(), {})
-            for k in range(nodes)
+            1000 + k: Context(7, 1000 + k, {"partition-id": k, "num-partitions": nodes}, RecordDict(), {}) for k in range(nodes)
         }
         self.gone: set[int] = set()
         self.sent: list[tuple[Message, int]] = []

@@ -69,9 +69,7 @@ def flat(module: nn.Module) -> Array:
 
 def run(algorithm: str, rounds: int, module: nn.Module | None = None, /, **settings: Any) -> fedagg.Result:
     module = module if module is not None else make_linear()
-    result = fedagg.run(
-        algorithm=algorithm, data=DATA, parts=PARTS, model=module, rounds=rounds, **{**SETTINGS, **settings}
-    )
+    result = fedagg.run(algorithm=algorithm, data=DATA, parts=PARTS, model=module, rounds=rounds, **{**SETTINGS, **settings})
     assert all(row["left_out"] == 0 for row in result.history)
     return result
 

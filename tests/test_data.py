@@ -282,8 +282,7 @@ def small(monkeypatch: pytest.MonkeyPatch, name: str, train: int, test: int) -> 
     """Make a named IDX dataset expect fewer samples and no particular hash, so that a test can write one."""
     source = sources.SOURCES[name]
     files = tuple(
-        sources.File(file.name, (train if "-train-" in f"-{file.name}" else test, *file.shape[1:]))
-        for file in source.files
+        sources.File(file.name, (train if "-train-" in f"-{file.name}" else test, *file.shape[1:])) for file in source.files
     )
     monkeypatch.setitem(sources.SOURCES, name, dataclasses.replace(source, files=files))
 
@@ -394,15 +393,11 @@ def serve(monkeypatch: pytest.MonkeyPatch, files: dict[str, Path]) -> list[str]:
     return asked
 
 
-def test_fetch_falls_back_to_the_second_mirror_and_keeps_what_is_there(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_fetch_falls_back_to_the_second_mirror_and_keeps_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """mnist-mini's files, served as if they were MNIST's."""
     mini = data.fetch("mnist-mini")
     source = sources.SOURCES["mnist"]
-    monkeypatch.setitem(
-        sources.SOURCES, "mnist", dataclasses.replace(source, files=sources.SOURCES["mnist-mini"].files)
-    )
+    monkeypatch.setitem(sources.SOURCES, "mnist", dataclasses.replace(source, files=sources.SOURCES["mnist-mini"].files))
     asked = serve(monkeypatch, {source.mirrors[1] + file.name: mini / file.name for file in source.files})
     loaded = data.load("mnist", tmp_path)
     assert (len(loaded), loaded.name) == (6000, "mnist")

@@ -30,9 +30,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import config_table  # noqa: E402 - a script, not a package
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(
-    r"(?P<skip><!-- not run: [^>]+ -->\n)?^```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE
-)
+BLOCK = re.compile(r"(?P<skip><!-- not run: [^>]+ -->\n)?^```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
 SHELLS = ("console", "bash", "sh")
 
 
@@ -94,9 +92,7 @@ def test_examples_run(page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
             exec(compile(code, str(page), "exec", dont_inherit=True), vars(module))
         elif block.language in ("console", "bash") and not block.skip:
             for arguments in block.commands:
-                assert runs(arguments) == 0, (
-                    f"{where}: fedagg {shlex.join(arguments)}: {capsys.readouterr().err[-500:]}"
-                )
+                assert runs(arguments) == 0, f"{where}: fedagg {shlex.join(arguments)}: {capsys.readouterr().err[-500:]}"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if has_work(page)], ids=lambda page: page.name)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import fedagg
-from fedagg import models, partition, seeding
+from fedagg import checkpoint, models, partition, seeding
 from fedagg.algorithms import REGISTRY
 from fedagg.engines import Sequential, batched, choose, stacked
 from fedagg.engines.base import Chunk, Job, Local, Setting, Work
@@ -55,8 +58,8 @@ def chain(*, dropout: float = 0.0) -> nn.Sequential:
 
 
 class Odd(nn.Module):
-    """Not a chain: batch normalisation, a skip connection, an integer counter. No bias below the normalisation: its gradient would be
-    rounding noise, which Adam blows up to full steps."""
+    """Not a chain: batch normalisation, a skip connection, an integer counter. No bias below the normalisation: its gradient
+    would be rounding noise, which Adam blows up to full steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,9 +100,7 @@ def joined(chunks: list[Chunk]) -> dict[str, Tensor]:
     order = torch.tensor([job.client for chunk in chunks for job in chunk.jobs]).argsort()
     names = ("delta", "buffers", "loss", "first", "rates", "steps", "travel", "gradients", "path", "classes", "counts")
     return {
-        name: torch.cat([getattr(chunk, name) for chunk in chunks])[order]
-        for name in names
-        if getattr(chunks[0], name) is not None
+        name: torch.cat([getattr(chunk, name) for chunk in chunks])[order] for name in names if getattr(chunks[0], name) is not None
     }
 
 
@@ -175,7 +176,7 @@ def test_dropout_differs_between_clients_and_repeats_by_seed(form: str) -> None:
     same = torch.arange(8)
     jobs = [Job(client=i, samples=same, epochs=1, seed=7, position=i) for i in range(3)]  # alike in all but their dropout
     work, model = Work(rate=torch.full((1,), 0.5, dtype=torch.float64)), setting.layout.pack(setting.module)
-    first, second = (list(forms(setting)[form].run(model, work, jobs, None))[0].delta for _ in range(2))
+    first, second = (next(iter(forms(setting)[form].run(model, work, jobs, None))).delta for _ in range(2))
     assert torch.equal(first, second)
     assert not torch.equal(first[0], first[1])
     assert not torch.equal(first[1], first[2])
@@ -316,3 +317,38 @@ def test_a_million_clients_can_be_dealt_and_sampled() -> None:
     assert len(set(some)) == 10
     assert all(len(parts[client]) == 3 for client in some)
     assert math.isclose(np.mean([len(part) for part in parts[:1000]]), 3.0)
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "fedagg", "run", "--engine",
+        "distributed", "--rounds", "100000", "--clients", "20", "--quiet", "--algorithm", "feddyn", "--out", str(out),
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for(lambda: (out / "metrics.jsonl").exists() and len((out / "metrics.jsonl").read_bytes()) > 2000)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        follower = next(pid for pid in children if b"RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+        os.kill(int(follower), signal.SIGKILL)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode != 0
+    assert "another process of the run is gone" in " ".join(errors.split())
+    saved = checkpoint.latest(out / "checkpoints")
+    assert saved is not None
+    assert saved.round > 0
+    more = str(saved.round + 2)
+    again = [sys.executable, "-m", "fedagg", "run", "--resume", str(out), "--rounds", more, "--engine", "sequential", "--quiet"]
+    subprocess.run(again, check=True, env=environment, capture_output=True, timeout=60)
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == saved.round + 2
+
+
+def wait_for(ready: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)

@@ -147,9 +147,7 @@ def test_faults_are_recorded_and_repeatable(tmp_path: Path, engine: str) -> None
 
 
 def test_stragglers_do_some_of_their_epochs_and_count_with_the_steps_they_made() -> None:
-    faults = next(
-        f for s in range(1000) if sum((f := Faults(s, straggler=0.5)).epochs(0, c, 3) < 3 for c in range(4)) > 0
-    )
+    faults = next(f for s in range(1000) if sum((f := Faults(s, straggler=0.5)).epochs(0, c, 3) < 3 for c in range(4)) > 0)
     clients = federation_of(4, faults)
     out = clients.train(Work(rate=clients.constant(0.1)))
     done = [faults.epochs(0, client, 3) for client in range(4)]
@@ -269,9 +267,7 @@ def started(**more: Any) -> FedAgg:
 
 def test_fedagg_does_not_take_spoilt_answers_for_a_broken_model() -> None:
     """Three of eight answers are spoilt on the way: the training losses are as usual, so the round counts."""
-    faults = next(
-        f for s in range(9999) if sum((f := Faults(s, corrupt_rate=0.4)).kind(0, c) is not None for c in range(8)) == 3
-    )
+    faults = next(f for s in range(9999) if sum((f := Faults(s, corrupt_rate=0.4)).kind(0, c) is not None for c in range(8)) == 3)
     algorithm = started()
     clients = federation_of(8, faults)
     moved = algorithm.round(clients.model, clients)
@@ -310,11 +306,7 @@ def test_fedagg_takes_back_a_step_after_which_everybody_blows_up_but_not_one_aft
     assert torch.equal(algorithm.round(blown.model, blown).w, torch.full((D,), 7.0))
     for faults in (
         Faults(dropout=1.0),
-        next(
-            f
-            for s in range(9999)
-            if all((f := Faults(s, corrupt_rate=1.0)).kind(0, c) in ("nan", "shape") for c in range(3))
-        ),
+        next(f for s in range(9999) if all((f := Faults(s, corrupt_rate=1.0)).kind(0, c) in ("nan", "shape") for c in range(3))),
     ):
         silent = federation_of(3, faults)
         before = {name: value.clone() for name, value in algorithm.state.items()}

@@ -96,9 +96,7 @@ def test_the_printed_constant_is_not_the_contraction() -> None:
 def test_more_clients_do_not_speed_it_up() -> None:
     # Copies of the same clients: nothing changes but N, by which the printed factor falls to a tenth
     few = federation(2)
-    many = fp.QuadraticClients(
-        *(x.repeat(100, *[1] * (x.dim() - 1)) for x in (few.hessians, few.centres, few.theta / 100))
-    )
+    many = fp.QuadraticClients(*(x.repeat(100, *[1] * (x.dim() - 1)) for x in (few.hessians, few.centres, few.theta / 100)))
     first, second = (fp.algorithm_one(c, start(), 0.1, 3, passes=5)[-1] for c in (few, many))
     assert second.rate_factor == pytest.approx(first.rate_factor)
     assert second.paper == pytest.approx(first.paper / 10.0)

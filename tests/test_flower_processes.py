@@ -73,9 +73,7 @@ class Federation:
         return {**self.environment, MARK: f"{self.tag}/{name}"}
 
     def command(self, *words: str) -> str:
-        done = subprocess.run(
-            words, cwd=self.folder, env=self.env("command"), capture_output=True, text=True, timeout=60
-        )
+        done = subprocess.run(words, cwd=self.folder, env=self.env("command"), capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -97,9 +95,7 @@ class Federation:
             return s.connect_ex(("127.0.0.1", self.port)) == 0
 
     def supernode(self, number: int, port: int) -> subprocess.Popen[bytes]:
-        return self.start(
-            f"node-{number}", "./supernode.sh", str(number), str(NODES), f"127.0.0.1:{self.port}", str(port)
-        )
+        return self.start(f"node-{number}", "./supernode.sh", str(number), str(NODES), f"127.0.0.1:{self.port}", str(port))
 
     def alive(self, name: str = "") -> list[int]:
         wanted, found = f"{MARK}={self.tag}/{name}".encode(), []
@@ -188,9 +184,7 @@ def replayed(clients: list[dict]) -> dict[str, torch.Tensor]:
     """The same five rounds in this process, without the answers that the record says were missing."""
     task = runpy.run_path(str(SOURCE / "fedagg" / "flower" / "template" / "federation" / "task.py"))
     settings = tomllib.loads((SOURCE / "fedagg" / "flower" / "template" / "pyproject.toml").read_text())
-    config, _ = split(
-        settings["tool"]["flwr"]["app"]["config"] | {"clients": NODES, "rounds": ROUNDS, "eval-every": ROUNDS}
-    )
+    config, _ = split(settings["tool"]["flwr"]["app"]["config"] | {"clients": NODES, "rounds": ROUNDS, "eval-every": ROUNDS})
     with seeding.seeded_global(seeding.derive(config.seed, "model"), torch.device("cpu")):
         module = task["model"]()
 

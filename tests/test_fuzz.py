@@ -182,13 +182,9 @@ def test_any_bytes_as_a_file_of_settings(place: Path, content: bytes) -> None:
     st.dictionaries(KEYS, VALUES, max_size=2),
     st.one_of(st.none(), st.sampled_from([*PRESETS, "none"])),
 )
-def test_any_values_as_settings(
-    place: Path, in_file: dict[str, Any], given: dict[str, Any], preset: str | None
-) -> None:
+def test_any_values_as_settings(place: Path, in_file: dict[str, Any], given: dict[str, Any], preset: str | None) -> None:
     path = place / "values.toml"
-    path.write_text(
-        tomli_w.dumps({k: v for k, v in in_file.items() if v is not None}), encoding="utf-8", errors="replace"
-    )
+    path.write_text(tomli_w.dumps({k: v for k, v in in_file.items() if v is not None}), encoding="utf-8", errors="replace")
     with calm("settings"):
         usable(config.resolve(given, path, preset))
     with calm("settings", count=0):
@@ -213,9 +209,7 @@ ARGUMENTS = st.one_of(
             "--version",
         ]
     ),
-    st.sampled_from(
-        ["run", "compare", "list", "data", "where", "verify", "settings.toml", *WORDS[:-4], "fedagg,fedavg", ","]
-    ),
+    st.sampled_from(["run", "compare", "list", "data", "where", "verify", "settings.toml", *WORDS[:-4], "fedagg,fedavg", ","]),
     st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"), max_size=6),
     st.integers().map(str),
 )
@@ -265,9 +259,7 @@ def idx_files(draw: st.DrawFn) -> bytes:
 
 
 @cases("idx")
-@given(
-    st.one_of(idx_files(), altered(GOOD_IDX), altered(gzip.compress(GOOD_IDX)), st.binary(max_size=60)), st.booleans()
-)
+@given(st.one_of(idx_files(), altered(GOOD_IDX), altered(gzip.compress(GOOD_IDX)), st.binary(max_size=60)), st.booleans())
 def test_any_bytes_as_idx(place: Path, content: bytes, pack: bool) -> None:
     path = place / "images"
     path.write_bytes(gzip.compress(content, 1) if pack else content)
@@ -275,11 +267,7 @@ def test_any_bytes_as_idx(place: Path, content: bytes, pack: bool) -> None:
         found = read_idx(path)
         assert found.dtype == np.uint8
         assert 1 <= found.ndim <= 4
-        assert (
-            0
-            < found.size
-            <= len(gzip.decompress(path.read_bytes()) if path.read_bytes()[:2] == b"\x1f\x8b" else content)
-        )
+        assert 0 < found.size <= len(gzip.decompress(path.read_bytes()) if path.read_bytes()[:2] == b"\x1f\x8b" else content)
 
 
 RECORDS = np.random.default_rng(0).integers(0, 10, (2, 3074)).astype(np.uint8)
@@ -398,9 +386,7 @@ JSON = st.recursive(
 
 @cases("resumed")
 @given(
-    st.dictionaries(
-        st.sampled_from(["round", "metrics.jsonl", "clients.jsonl", "seconds", "identity", "other"]), JSON, max_size=3
-    ),
+    st.dictionaries(st.sampled_from(["round", "metrics.jsonl", "clients.jsonl", "seconds", "identity", "other"]), JSON, max_size=3),
     st.dictionaries(
         st.sampled_from(["w", "average", "state/c", "memory/ids", "memory/rows"]),
         st.sampled_from([None, (), (0,), (3,), (2, 83), (2, 2)]),

@@ -20,9 +20,7 @@ ROW_KIB = 8  # a round's row in the history that a run hands back, and what the 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs /proc")
 def test_memory_open_files_and_speed_stay_flat(tmp_path: Path) -> None:
     line = [sys.executable, str(HERE / "hauling.py"), str(tmp_path / "run"), str(ROUNDS)]
-    done = subprocess.run(
-        line, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=3000
-    )
+    done = subprocess.run(line, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=3000)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert len(told["seconds"]) == ROUNDS

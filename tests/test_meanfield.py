@@ -55,9 +55,7 @@ def objective(rates: Array, phi1: Array, phi2: Array, w: Array, alpha: float) ->
 def test_rates_minimise_the_objective(problem: tuple[Tensor, Tensor, Tensor, float]) -> None:
     phi1, phi2, w, alpha = problem
     args = (phi1.numpy(), phi2.numpy(), w.numpy(), alpha)
-    found = minimize(
-        objective, np.zeros(len(phi1)), args=args, method="BFGS", options={"gtol": 1e-9, "maxiter": 2000}
-    ).x
+    found = minimize(objective, np.zeros(len(phi1)), args=args, method="BFGS", options={"gtol": 1e-9, "maxiter": 2000}).x
     rates = learning_rates(phi1, phi2, w, alpha).numpy()
     np.testing.assert_allclose(rates, found, rtol=1e-4, atol=1e-5)
     assert objective(rates, *args) <= objective(found, *args) * (1 + 1e-12)

@@ -307,9 +307,7 @@ def test_an_unknown_model_is_met_with_the_nearest() -> None:
 @pytest.mark.parametrize("name", [name for name in models.names() if name != "linear"])
 @pytest.mark.parametrize("shape", [(3, 64, 64), (3, 28, 32), (784,), (0, 28, 28)])
 def test_a_wrong_size_names_model_shape_and_fix(name: str, shape: tuple[int, ...]) -> None:
-    with pytest.raises(
-        SettingError, match=re.escape(f"model = {name!r}: shape {shape} does not fit; use (channels, 28")
-    ):
+    with pytest.raises(SettingError, match=re.escape(f"model = {name!r}: shape {shape} does not fit; use (channels, 28")):
         models.build(name, shape, 10)
 
 

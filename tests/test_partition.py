@@ -211,9 +211,7 @@ def test_errors_name_setting_and_value(call: object, words: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "text", ["3\n1\n2\n", "label\n3\n1\n2\n", "what\n3\n1\n2", "\ufeffid,Label\n7,3\n\n8,1\n9,2\n"]
-)
+@pytest.mark.parametrize("text", ["3\n1\n2\n", "label\n3\n1\n2\n", "what\n3\n1\n2", "\ufeffid,Label\n7,3\n\n8,1\n9,2\n"])
 def test_labels_from_csv(tmp_path: Path, text: str) -> None:
     (tmp_path / "labels.csv").write_text(text, encoding="utf-8")
     labels = from_file(tmp_path / "labels.csv")
@@ -271,9 +269,7 @@ def test_npy_that_declares_too_much_is_refused(tmp_path: Path) -> None:
 
 @settings(deadline=None, max_examples=80)
 @given(st.integers(0, 151), st.integers(0, 255), st.integers(0, 152))
-def test_damaged_npy_is_a_data_error_or_labels(
-    tmp_path_factory: pytest.TempPathFactory, at: int, to: int, end: int
-) -> None:
+def test_damaged_npy_is_a_data_error_or_labels(tmp_path_factory: pytest.TempPathFactory, at: int, to: int, end: int) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzz.npy"
     np.save(path, np.arange(3))
     content = bytearray(path.read_bytes())

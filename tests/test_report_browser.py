@@ -113,9 +113,7 @@ def test_a_click_on_the_legend_hides_a_line_and_its_band(opened: Opened) -> None
     before = [t["visible"] for t in opened.traces("chart-accuracy") if t["group"] == "FedAgg"]
     assert before == [True, True]  # two seeds: a line and a band
     opened.page.locator("#chart-accuracy .legend .traces", has_text="FedAgg").locator(".legendtoggle").click()
-    opened.page.wait_for_function(
-        "() => document.getElementById('chart-accuracy')._fullData[0].visible === 'legendonly'"
-    )
+    opened.page.wait_for_function("() => document.getElementById('chart-accuracy')._fullData[0].visible === 'legendonly'")
     after = {(t["group"], t["visible"]) for t in opened.traces("chart-accuracy")}
     assert after == {("FedAgg", "legendonly"), ("FedAvg", True), ("FedExP", True)}
 

@@ -147,9 +147,7 @@ def test_seeds_are_outermost_so_that_a_cut_grid_is_whole(mini: Path) -> None:
 
 def test_narrowing() -> None:
     spec = grid.load("table-accuracy")
-    part = grid.narrow(
-        spec, rows=["mnist-linear", "cifar10-cnn-i*"], methods=["fedexp"], participation=[1.0], rounds_scale=0.1
-    )
+    part = grid.narrow(spec, rows=["mnist-linear", "cifar10-cnn-i*"], methods=["fedexp"], participation=[1.0], rounds_scale=0.1)
     assert [row.name for row in part.rows] == ["mnist-linear-iid", "mnist-linear-shards", "cifar10-cnn-iid"]
     cells = list(grid.cells(part))
     assert {(c.method, c.config.participation) for c in cells} == {("fedexp", 1.0)}

@@ -27,8 +27,7 @@ def test_smoothness_rises_to_the_largest_eigenvalue_and_never_passes_it(seed: in
     exact = float(torch.linalg.eigvalsh(hessian).abs().max())
     w = torch.zeros(6, dtype=torch.float64)
     first, more = (
-        tc.smoothness(lambda v: 0.5 * v @ hessian @ v, w, n, torch.Generator().manual_seed(1))
-        for n in (iterations, iterations + 5)
+        tc.smoothness(lambda v: 0.5 * v @ hessian @ v, w, n, torch.Generator().manual_seed(1)) for n in (iterations, iterations + 5)
     )
     assert first <= more * (1 + 1e-9)
     assert more <= exact * (1 + 1e-9)
@@ -67,9 +66,7 @@ def test_domination_and_growth_of_a_quadratic(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     clients = QuadraticClients.random(3, 4, generator)
     best = clients.loss(clients.minimiser)
-    away = torch.cat(
-        [torch.randn(5, 4, generator=generator, dtype=torch.float64), torch.linalg.eigh(clients.hessian)[1].T]
-    )
+    away = torch.cat([torch.randn(5, 4, generator=generator, dtype=torch.float64), torch.linalg.eigh(clients.hessian)[1].T])
     points = [clients.minimiser + move for move in away]
     losses = [clients.loss(w) for w in points]
     mu = tc.gradient_domination([float(clients.gradient(w).norm()) for w in points], losses, best)
@@ -124,13 +121,9 @@ def test_the_minimiser_is_a_minimum() -> None:
 
 def test_curvature_is_that_of_the_identifiable_subspace() -> None:
     x, y = data(2)
-    x = torch.cat(
-        [x, x[:, :1]], dim=1
-    )  # a feature twice: 3 shifts (4 with it) and 1 × 2 contrasts are not identifiable
+    x = torch.cat([x, x[:, :1]], dim=1)  # a feature twice: 3 shifts (4 with it) and 1 × 2 contrasts are not identifiable
     found = tc.solve_softmax(x, y, 3)
-    hessian = torch.autograd.functional.hessian(
-        lambda v: objective(v.reshape(3, 5), x, y, 0.0), found.weights.flatten()
-    )
+    hessian = torch.autograd.functional.hessian(lambda v: objective(v.reshape(3, 5), x, y, 0.0), found.weights.flatten())
     eigenvalues = torch.linalg.eigvalsh(hessian)
     assert int((eigenvalues > 1e-10).sum()) == 2 * 4
     assert found.curvature == pytest.approx(float(eigenvalues[-8]))
@@ -165,9 +158,7 @@ def test_growth_and_convexity_hold_around_the_minimum(seed: int, distance: float
     assert convexity <= growth * (1 + 1e-9)
     value = float(objective(found.weights + move, x, y, l2))
     assert value - found.loss >= 0.5 * growth * distance**2 * (1 - 1e-9) - 1e-13
-    hessian = torch.autograd.functional.hessian(
-        lambda v: objective(v.reshape(3, 4), x, y, l2), (found.weights + move).flatten()
-    )
+    hessian = torch.autograd.functional.hessian(lambda v: objective(v.reshape(3, 4), x, y, l2), (found.weights + move).flatten())
     assert float(torch.linalg.eigvalsh(hessian)[4]) >= convexity * (1 - 1e-9)  # past the four shifts
 
 

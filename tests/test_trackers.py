@@ -30,9 +30,7 @@ def test_figures_one_by_one() -> None:
 
 def test_tensorboard_files_hold_the_run(tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    result = fedagg.run(
-        Config(**SMALL), out=tmp_path / "run", callbacks=[trackers.make("tensorboard", tmp_path / "run")]
-    )
+    result = fedagg.run(Config(**SMALL), out=tmp_path / "run", callbacks=[trackers.make("tensorboard", tmp_path / "run")])
     read = events.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     read.Reload()
     logged = read.Scalars("accuracy")

@@ -66,9 +66,7 @@ def suspicious(tree: ast.AST) -> list[str]:
                 found.append(f"{owner}.{node.attr}")
         if isinstance(node, ast.Call):
             called = node.func
-            name = (
-                called.id if isinstance(called, ast.Name) else called.attr if isinstance(called, ast.Attribute) else ""
-            )
+            name = called.id if isinstance(called, ast.Name) else called.attr if isinstance(called, ast.Attribute) else ""
             builtin = isinstance(called, ast.Name) and name in ("eval", "exec", "compile", "__import__")
             if builtin or name in ("extractall", "unpack_archive", "mktemp"):
                 found.append(f"{name}()")

@@ -55,10 +55,7 @@ def settings_table(names: list[str]) -> str:
 
 def presets_table() -> str:
     names = list(next(iter(PRESETS.values())))
-    rows = [
-        f"| `{preset}` | " + " | ".join(str(values[name]) for name in names) + " |"
-        for preset, values in PRESETS.items()
-    ]
+    rows = [f"| `{preset}` | " + " | ".join(str(values[name]) for name in names) + " |" for preset, values in PRESETS.items()]
     return "\n".join(["| preset | " + " | ".join(names) + " |", "|---|" + "---|" * len(names), *rows])
 
 

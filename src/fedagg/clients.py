@@ -18,7 +18,6 @@ from fedagg.meanfield import MeanField
 from fedagg.memory import ClientMemory
 from fedagg.quantize import Downlink
 
-
 # What a client brings home beside vectors, in the order in which processes exchange it; WIDE ones have a row a client.
 NUMBERS = ("size", "norm2", "along", "travel", "steps", "loss", "first", "rates", "beta", "classes", "counts", "length", "fit")
 WIDE = ("along", "rates", "classes", "counts")
@@ -73,9 +72,7 @@ class Clients:
     robust: str = "mean"
     trim: float = 0.2
     downlink: Downlink = field(default_factory=Downlink)
-    carried: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # the server's state: the yardstick of absurd clients is kept in it
+    carried: dict[str, Tensor] = field(default_factory=dict)  # the server's state: the yardstick of absurd clients is kept in it
 
     passes: int = 0
     left_out: dict[int, str] = field(default_factory=dict)

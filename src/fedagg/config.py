@@ -191,6 +191,3 @@ def choices(name: str) -> tuple[str, ...]:
         if get_origin(part) is Literal:
             return get_args(part)
     return ()
-
-
-

@@ -38,8 +38,6 @@ class FedaggWarning(UserWarning):
 def unknown(setting: str, value: object, known: Iterable[str]) -> SettingError:
     """The error for a name that does not exist, with the nearest one that does."""
     names = sorted(known)
-    near = [n for n in names if value and n.startswith(str(value))] or difflib.get_close_matches(
-        str(value), names, n=1, cutoff=0.5
-    )
+    near = [n for n in names if value and n.startswith(str(value))] or difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return SettingError(setting, value, f"{hint}choose one of {', '.join(names)}")

@@ -23,8 +23,8 @@ from fedagg.checkpoint import Checkpoint
 from fedagg.clients import Clients, NoClients
 from fedagg.config import Config, resolve
 from fedagg.data import Dataset, load
-from fedagg.engines.distributed import Team
 from fedagg.engines.base import Local, Loss, Setting, Work, cross_entropy
+from fedagg.engines.distributed import Team
 from fedagg.errors import FedaggError, SettingError
 from fedagg.evaluate import Evaluator
 from fedagg.faults import Faults
@@ -430,9 +430,7 @@ def freeze(done: int, now: Model, average: Tensor, algorithm: algorithms.Algorit
     return Checkpoint(done, tensors, {})
 
 
-def revive(
-    saved: Checkpoint, algorithm: algorithms.Algorithm, downlink: Downlink, device: torch.device
-) -> tuple[Model, Tensor]:
+def revive(saved: Checkpoint, algorithm: algorithms.Algorithm, downlink: Downlink, device: torch.device) -> tuple[Model, Tensor]:
     """Back from `freeze`."""
     t = saved.tensors
     downlink.error = t.get("downlink")
@@ -453,9 +451,7 @@ def recall(saved: Checkpoint, memory: ClientMemory, clients: int) -> None:
     ids = saved.tensors.get("memory/ids", torch.zeros(0))
     rows = saved.tensors.get("memory/rows", torch.zeros(0, memory.d))
     if ids.ndim != 1 or rows.shape != (len(ids), memory.d) or any(not 0 <= client < clients for client in ids.tolist()):
-        raise FedaggError(
-            f"checkpoint: what its clients remember is not {memory.d} numbers for some of {clients} clients"
-        )
+        raise FedaggError(f"checkpoint: what its clients remember is not {memory.d} numbers for some of {clients} clients")
     for client, row in zip(ids.tolist(), rows, strict=True):
         memory.write(int(client), row)
 

@@ -7,7 +7,8 @@ the deviation, $c = (1-\alpha)/\alpha$.
 Minimising $\sum_l \alpha\eta_l^2 + (1-\alpha)|w_l - \phi_{2,l}|^2$ subject to $w_{l+1} = w_l - \eta_l\phi_{1,l}$ (Eqs. 13-14) is a
 least-squares problem in the rates. Written out, Eq. (15) for all epochs is one small linear system:
 
-$$(I + cM)\,\eta = c\,b, \quad M_{pq} = (L-\max(p,q))\,\phi_{1,p}\cdot\phi_{1,q}, \quad b_p = \phi_{1,p}\cdot\sum_{k>p}(w-\phi_{2,k}).$$
+$$(I + cM)\,\eta = c\,b, \quad M_{pq} = (L-\max(p,q))\,\phi_{1,p}\cdot\phi_{1,q}, \quad
+b_p = \phi_{1,p}\cdot\sum_{k>p}(w-\phi_{2,k}).$$
 
 M is the Hadamard product of two positive semi-definite matrices (a Gram matrix and the kernel min(L-p, L-q)), so the system
 is positive definite: it always has exactly one solution. Only inner products enter, so the cost is L dot products a client.

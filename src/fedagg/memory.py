@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from fedagg.engines.distributed import Team
 from fedagg.errors import SettingError
 from fedagg.files import reason
 

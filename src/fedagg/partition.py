@@ -31,9 +31,7 @@ def names() -> list[str]:
     return list(_NAMES)
 
 
-def partition(
-    name: str, labels: Labels, clients: int, seed: int = 0, sigma: float = 0.5, per_client: int = 2
-) -> Indices:
+def partition(name: str, labels: Labels, clients: int, seed: int = 0, sigma: float = 0.5, per_client: int = 2) -> Indices:
     """The split of that name; `sigma` is for the Dirichlet ones and `per_client` for shards."""
     if name == "iid":
         return iid(labels, clients, seed)
@@ -107,9 +105,7 @@ def from_file(path: str | os.PathLike[str]) -> npt.NDArray[np.int64]:
     return labels
 
 
-def _counts_by_client(
-    sizes: npt.NDArray[np.int64], clients: int, sigma: float, rng: np.random.Generator
-) -> npt.NDArray[np.int32]:
+def _counts_by_client(sizes: npt.NDArray[np.int64], clients: int, sigma: float, rng: np.random.Generator) -> npt.NDArray[np.int32]:
     """How many of each class every client draws, without replacement, from its own mix.
 
     What is drawn of a class beyond what is left of it is drawn again from the remaining classes. Each pass ends the

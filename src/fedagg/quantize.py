@@ -80,9 +80,7 @@ def quantize(x: Tensor, bits: int, generator: torch.Generator) -> Packed:
     codes = (level + torch.rand(rows, d, generator=generator, dtype=torch.float64)).floor().clamp(0, top).long()
     flat = codes.view(-1, 1).numpy()
     bit = (flat >> np.arange(bits - 1, -1, -1)) & 1
-    return Packed(
-        (rows, d), bits, np.packbits(bit.astype(np.uint8)).tobytes(), scales.view(torch.int16).numpy().tobytes()
-    )
+    return Packed((rows, d), bits, np.packbits(bit.astype(np.uint8)).tobytes(), scales.view(torch.int16).numpy().tobytes())
 
 
 @dataclass

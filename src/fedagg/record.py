@@ -68,9 +68,7 @@ class Record:
         self.resumed = checkpoint.latest(folder / "checkpoints")
         done = self.resumed.round if self.resumed else 0
         if self.config.rounds < done:
-            raise SettingError(
-                "rounds", self.config.rounds, f"the run has done {done} already; give at least that many"
-            )
+            raise SettingError("rounds", self.config.rounds, f"the run has done {done} already; give at least that many")
         facts = self.resumed.facts if self.resumed else {}
         for name, value in facts.get("identity", {}).items():
             if identity.get(name) != value:

@@ -98,9 +98,7 @@ class WandB:
 
     def started(self, config: Config, done: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.run = self.wandb.init(
-            project="fedagg", name=self.folder.name, dir=str(self.folder), config=config.model_dump()
-        )
+        self.run = self.wandb.init(project="fedagg", name=self.folder.name, dir=str(self.folder), config=config.model_dump())
 
     def round_done(self, row: dict[str, Any]) -> None:
         self.run.log(dict(scalars(row)), step=row["round"])

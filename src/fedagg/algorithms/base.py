@@ -24,7 +24,9 @@ class Algorithm:
     """
 
     lr: float = 0.01
-    state: dict[str, Tensor] = field(default_factory=lambda: {"yardstick": torch.zeros((), dtype=torch.float64)}, init=False, repr=False)
+    state: dict[str, Tensor] = field(
+        default_factory=lambda: {"yardstick": torch.zeros((), dtype=torch.float64)}, init=False, repr=False
+    )
     name: ClassVar[str] = ""
     remembers: ClassVar[bool] = False  # do clients keep a vector from round to round?
 

@@ -156,8 +156,8 @@ class FedAgg(Algorithm):
         return False
 
     def stillborn(self) -> bool:
-        """The first steps had no mean field and so no pace of their own. Did they kill the model? Then it is, after a few rounds, no
-        better than untrained."""
+        """The first steps had no mean field and so no pace of their own. Did they kill the model? Then it is, after a few rounds,
+        no better than untrained."""
         return self.number("known") == TRIAL_ROUNDS and self.number("loss") > STILLBORN * self.number("first_loss")
 
     def blown_up(self, clients: Clients) -> float:

@@ -36,7 +36,9 @@ class FedAggPaper(Algorithm):
         """`pretrain`: Algorithm 1 for every round of a rehearsal, before training proper."""
         if self.estimator != "pretrain" or len(self.state.get("rehearsed1", ())) >= rounds:
             return
-        phi1, phi2, betas = [], [], []
+        phi1: list[Tensor] = []
+        phi2: list[Tensor] = []
+        betas: list[Tensor] = []
         for t in range(rounds):
             now = replace(clients(t), model=model)
             try:

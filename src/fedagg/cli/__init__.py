@@ -8,7 +8,7 @@ import warnings
 import click
 import typer
 
-from fedagg.cli import catalogue, compare, datasets, flower, plot, report, reproduce, train
+from fedagg.cli import bench, bounds, catalogue, compare, datasets, flower, partition, plot, report, reproduce, train
 from fedagg.cli.show import err
 from fedagg.errors import FedaggError
 
@@ -25,6 +25,9 @@ app.command("list")(catalogue.list_all)
 app.command("reproduce")(reproduce.reproduce)
 app.command("plot")(plot.plot)
 app.command("report")(report.report)
+app.command("bounds")(bounds.bounds)
+app.command("partition")(partition.partition)
+app.command("bench")(bench.bench)
 app.add_typer(datasets.app, name="data")
 app.add_typer(flower.app, name="flower")
 

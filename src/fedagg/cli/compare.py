@@ -60,4 +60,4 @@ def compare(
     return 130 if results[-1].interrupted else 0
 
 
-compare = with_settings(compare, leave_out=("algorithm",))  # type: ignore[assignment]
+compare = with_settings(compare, leave_out=("algorithm",))

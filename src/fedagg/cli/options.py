@@ -11,7 +11,6 @@ import typer
 from fedagg.config import PRESETS, Config, choices
 
 
-
 def parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 

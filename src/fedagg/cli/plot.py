@@ -55,9 +55,7 @@ def plot(
                 raise SettingError("what", name, "is a table: see it with `fedagg reproduce NAME --show`")
             made = figures.draw(spec, Store(results), folder, endings)
             if not made:
-                err.print(
-                    f"[yellow]{name}: nothing to draw yet[/]; run `fedagg reproduce {name}` first", highlight=False
-                )
+                err.print(f"[yellow]{name}: nothing to draw yet[/]; run `fedagg reproduce {name}` first", highlight=False)
             drawn += made
     for path in drawn:
         out.print(str(path), soft_wrap=True, highlight=False)

@@ -39,7 +39,9 @@ class Live:
             now += f"  [yellow]left out {row['left_out']} ({', '.join(row['causes'])})[/]"
             if row.get("unchanged"):
                 now += " [red]no valid client: model unchanged[/]"
-        self.progress.update(self.task, advance=1, **({"now": now} if now else {}))
+        if now:
+            self.progress.update(self.task, now=now)
+        self.progress.advance(self.task)
 
     def finished(self, result: Result) -> None:
         self.progress.stop()

@@ -33,10 +33,7 @@ def run(
     **settings: Any,
 ) -> int:
     """Train one federated model, and keep everything about it in a run folder."""
-    if resume is not None:
-        chosen = resumed(resume, config, settings)
-    else:
-        chosen = resolve(settings, config, settings.pop("preset", None))
+    chosen = resumed(resume, config, settings) if resume is not None else resolve(settings, config, settings.pop("preset", None))
     folder = resume or out_dir or default_folder(chosen)
     leads = os.environ.get("RANK", "0") == "0"  # of several processes under torchrun, the first one speaks
     live = Live(chosen.method)
@@ -52,7 +49,7 @@ def run(
     return 130 if result.interrupted else 0
 
 
-run = with_settings(run)  # type: ignore[assignment]
+run = with_settings(run)
 
 
 def resumed(folder: Path, file: Path | None, settings: dict[str, Any]) -> Config:

@@ -53,9 +53,7 @@ class Dataset:
         for part in ("train", "test"):
             x, y = tensors[f"x_{part}"], tensors[f"y_{part}"]
             if len(x) != len(y):
-                raise SettingError(
-                    f"y_{part}", f"{len(y)} labels", f"x_{part} has {len(x)} samples; the two must agree"
-                )
+                raise SettingError(f"y_{part}", f"{len(y)} labels", f"x_{part} has {len(x)} samples; the two must agree")
         if (found := tensors["x_test"].shape[1:]) != (shape := tensors["x_train"].shape[1:]):
             raise SettingError("x_test", tuple(found), f"samples must have the shape of x_train's, {tuple(shape)}")
         if classes is None:
@@ -77,10 +75,7 @@ class Dataset:
         return len(self.x_train)
 
     def __repr__(self) -> str:
-        return (
-            f"Dataset({self.name!r}, train={len(self)}, test={len(self.x_test)}, "
-            f"shape={self.shape}, classes={self.classes})"
-        )
+        return f"Dataset({self.name!r}, train={len(self)}, test={len(self.x_test)}, shape={self.shape}, classes={self.classes})"
 
     def normalized(self) -> Dataset:
         """The same samples standardised with the training set's mean and deviation.

@@ -13,7 +13,6 @@ import shutil
 import tarfile
 import tempfile
 import zipfile
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,9 +136,7 @@ SOURCES = {
         folder="emnist",
         classes=26,
         files=_idx("emnist-letters-", 124_800, 20_800),
-        archive=Archive(
-            "https://biometrics.nist.gov/cs_links/EMNIST/gzip.zip", "md5:58c8d27c78d21e728a6bc7b3cc06412e", "gzip"
-        ),
+        archive=Archive("https://biometrics.nist.gov/cs_links/EMNIST/gzip.zip", "md5:58c8d27c78d21e728a6bc7b3cc06412e", "gzip"),
         first_label=1,
         transposed=True,
     ),
@@ -251,9 +248,7 @@ def _paths(source: Source, folder: Path) -> list[Path]:
     """The path of each file; without its gz where only that is there."""
     paths = [folder / file.name for file in source.files]
     return [
-        path.with_suffix("")
-        if path.suffix == ".gz" and not os.path.isfile(path) and os.path.isfile(path.with_suffix(""))
-        else path
+        path.with_suffix("") if path.suffix == ".gz" and not os.path.isfile(path) and os.path.isfile(path.with_suffix("")) else path
         for path in paths
     ]
 

@@ -30,8 +30,9 @@ def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 class Work:
     r"""What a round asks of every client: at epoch l, for every mini-batch gradient g,
 
-    $$w \leftarrow w - \eta_l\,\bigl(\mathtt{own}\,g + \mathtt{mix}_l\,\mathtt{field} + \mathtt{prox}\,(w-\bar w) - \mathtt{memory}_i\bigr),
-    \qquad \eta_l = \mathtt{rate}_l + \mathtt{slope}_l\,\mathtt{field}\,(w_{i,l}-\bar w)\ \text{kept within}\ [\mathtt{low}, \mathtt{high}].$$
+    $$w \leftarrow w - \eta_l\,\bigl(\mathtt{own}\,g + \mathtt{mix}_l\,\mathtt{field}
+    + \mathtt{prox}\,(w-\bar w) - \mathtt{memory}_i\bigr), \qquad
+    \eta_l = \mathtt{rate}_l + \mathtt{slope}_l\,\mathtt{field}\,(w_{i,l}-\bar w)\ \text{within}\ [\mathtt{low}, \mathtt{high}].$$
 
     This covers every method of the package: FedAvg is `rate` alone, FedProx adds `prox`, FedDyn `prox` and `memory`, SCAFFOLD
     `field` (its c) and `memory` (its c_i), FedCM and FedAgg `own` and `field`, and Theorem 1 is `rate` and `slope`.
@@ -146,7 +147,6 @@ class Setting:
     def __post_init__(self) -> None:
         self.layout = Layout(self.module)
         self.x, self.y = self.x.to(self.device), self.y.to(self.device)
-
 
     def rounding(self) -> torch.autocast:
         """The arithmetic of a forward pass."""

@@ -1,7 +1,8 @@
 """All clients of a round at once: their weights are the rows of one matrix, and a step moves every row.
 
 The engine keeps the schedule (who makes which step on which samples), the update and the bookkeeping; a network form (`stacked`,
-`vmapped`) turns rows of weights into rows of gradients. Clients with fewer samples or epochs stand still while others go on: their rate
+`vmapped`) turns rows of weights into rows of gradients. Clients with fewer samples or epochs stand still while others go on:
+their rate
 is zero and their samples weigh nothing. On CUDA the step is captured once as a graph that reads its batch through a cursor on the
 device, and a round is nothing but replays.
 """
@@ -232,8 +233,9 @@ class Batched:
             for epoch in range(epochs):
                 rates[:, epoch] = work.rates(epoch, network.w - model.w, high) * (epoch < made)
                 stage.rate.copy_(rates[:, epoch : epoch + 1])
-                if stage.shift is not None:
-                    stage.shift.copy_(work.shift(epoch))
+                shift = work.shift(epoch)
+                if stage.shift is not None and shift is not None:
+                    stage.shift.copy_(shift)
                 for step in range(per_epoch):
                     if short is not None and step == per_epoch - 1:
                         self.hand_over(stage, short, order[epoch * per_epoch + step, :, :tail])

@@ -1,7 +1,7 @@
 """Which form of engine to use: asked for by name, or from a table of measurements.
 
-A table rather than a stop-watch at every start: the form decides the order of sums, and the same seed must give the same bytes whatever
-else the machine was doing. `fedagg bench` measures the forms on your machine.
+A table rather than a stop-watch at every start: the form decides the order of sums, and the same seed must give the same bytes
+whatever else the machine was doing. `fedagg bench` measures the forms on your machine.
 """
 
 from __future__ import annotations

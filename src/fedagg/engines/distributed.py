@@ -1,7 +1,7 @@
 """One run on several processes, on one machine or many: `torchrun --nproc-per-node=2 -m fedagg run --engine distributed ...`.
 
-Every process holds the data and the global model, and trains its share of the round's clients with an engine of its own. Numbers per
-client and sums of vectors are all-reduced, so that every process takes the same step; the first one keeps the record.
+Every process holds the data and the global model, and trains its share of the round's clients with an engine of its own. Numbers
+per client and sums of vectors are all-reduced, so that every process takes the same step; the first one keeps the record.
 """
 
 from __future__ import annotations

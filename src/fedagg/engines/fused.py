@@ -1,6 +1,7 @@
-"""Kernels for stacks of clients on a GPU, in Triton: convolution with a client axis, and the whole local step in one pass.
+"""Convolution, pooling and the local step of n clients at once on a GPU, on the kernels of `fedagg.engines.kernels`.
 
-Libraries run n clients' convolutions as a grouped convolution or one after the other; neither fills a large GPU with the small images
+Libraries run n clients' convolutions as a grouped convolution or one after the other; neither fills a large GPU with the small
+images
 of federated learning. Here a client is one more axis of the grid, and the patches of an image are gathered on the fly (implicit
 matrix product), so no patch is ever written to memory. Sums are made in a fixed order: the same inputs give the same bits.
 """
@@ -11,131 +12,10 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-
-@triton.jit
-def _conv(x_ptr, w_ptr, b_ptr, y_ptr, M, H, W, HO, WO, P,
-          C: tl.constexpr, O: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
-          BM: tl.constexpr, BK: tl.constexpr, BO: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
-    """y[n, m, o] = Σ_k patch(x)[n, m, k] w[n, o, k] for one client n, a block of output pixels m and of channels o."""
-    n = tl.program_id(2).to(tl.int64)
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
-    o = tl.program_id(1) * BO + tl.arange(0, BO)
-    image, pixel = m // (HO * WO), m % (HO * WO)
-    row, col = pixel // WO - P, pixel % WO - P
-    x_ptr += n * (M // (HO * WO)) * H * W * C
-    w_ptr += n * (K * K * C) * O
-    base = (image * H + row) * W + col
-    acc = tl.zeros((BM, BO), dtype=tl.float32)
-    for k0 in range(0, K * K * C, BK):
-        k = k0 + tl.arange(0, BK)
-        tap, c = k // C, k % C
-        i, j = tap // K, tap % K
-        r, s = row[:, None] + i[None, :], col[:, None] + j[None, :]
-        inside = (r >= 0) & (r < H) & (s >= 0) & (s < W) & (k < K * K * C)[None, :] & (m < M)[:, None]
-        a = tl.load(x_ptr + (base[:, None] + (i * W + j)[None, :]) * C + c[None, :], mask=inside, other=0.0)
-        b = tl.load(w_ptr + k[:, None] + o[None, :] * (K * K * C), mask=(k < K * K * C)[:, None] & (o < O)[None, :], other=0.0)
-        if HALF:
-            acc = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), acc)
-        else:
-            acc = tl.dot(a, b, acc, input_precision=PRECISION)
-    if BIAS:
-        acc += tl.load(b_ptr + n * O + o, mask=o < O, other=0.0)[None, :]
-    tl.store(y_ptr + n * M * O + m[:, None] * O + o[None, :], acc, mask=(m < M)[:, None] & (o < O)[None, :])
-
-
-@triton.jit
-def _weight_gradient(x_ptr, dy_ptr, part_ptr, M, SPAN, N,
-                     C: tl.constexpr, O: tl.constexpr, K: tl.constexpr, PIXELS: tl.constexpr, WO: tl.constexpr, PLANE: tl.constexpr,
-                     BM: tl.constexpr, BK: tl.constexpr, BO: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
-    """part[split, n, o, k] = Σ_m patch(x)[n, k, m] dy[n, o, m] over the output pixels m of one split, k over (C, K, K).
-
-    Tensor cores want the summed axis innermost in both factors, in aligned runs. So dy is channels-first, and x comes padded, in K
-    copies shifted by one column each, cut to the output's width: then the patches' rows are plain runs of memory."""
-    n = (tl.program_id(2) % N).to(tl.int64)
-    split = tl.program_id(2) // N
-    k = tl.program_id(0) * BK + tl.arange(0, BK)
-    o = tl.program_id(1) * BO + tl.arange(0, BO)
-    c, tap = k // (K * K), k % (K * K)
-    offset = (c * K + tap % K) * PLANE + (tap // K) * WO
-    images = M // PIXELS
-    x_ptr += n * images * C * K * PLANE
-    dy_ptr += n * M * O
-    acc = tl.zeros((BK, BO), dtype=tl.float32)
-    for m0 in range(split * SPAN, min((split + 1) * SPAN, M), BM):
-        m = m0 + tl.arange(0, BM)
-        image, pixel = m // PIXELS, m % PIXELS
-        a = tl.load(x_ptr + (image * (C * K * PLANE) + pixel)[None, :] + offset[:, None],
-                    mask=(k < K * K * C)[:, None] & (m < M)[None, :], other=0.0)  # fmt: skip
-        d = tl.load(dy_ptr + (image * (O * PIXELS) + pixel)[:, None] + (o * PIXELS)[None, :],
-                    mask=(m < M)[:, None] & (o < O)[None, :], other=0.0)  # fmt: skip
-        if HALF:
-            acc = tl.dot(a.to(tl.bfloat16), d.to(tl.bfloat16), acc)
-        else:
-            acc = tl.dot(a, d, acc, input_precision=PRECISION)
-    out = part_ptr + (split * N + n) * (K * K * C) * O + o[None, :] * (K * K * C) + k[:, None]
-    tl.store(out, acc, mask=(k < K * K * C)[:, None] & (o < O)[None, :])
-
-
-@triton.jit
-def _pool(x_ptr, y_ptr, where_ptr, TOTAL, H, W, HO, WO, C, BLOCK: tl.constexpr):
-    """y = relu(max of 2×2), channels last; `where` is the winner's number, 4 for none (nothing above zero)."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = at < TOTAL
-    c, p = at % C, at // C
-    col, row, image = p % WO, (p // WO) % HO, p // (WO * HO)
-    base = ((image.to(tl.int64) * H + 2 * row) * W + 2 * col) * C + c
-    a = tl.load(x_ptr + base, mask=live, other=0.0)
-    b = tl.load(x_ptr + base + C, mask=live, other=0.0)
-    d = tl.load(x_ptr + base + W * C, mask=live, other=0.0)
-    e = tl.load(x_ptr + base + W * C + C, mask=live, other=0.0)
-    best, which = a, tl.zeros_like(at)
-    which = tl.where((b > best) | (b != b), 1, which)
-    best = tl.where((b > best) | (b != b), b, best)
-    which = tl.where((d > best) | (d != d), 2, which)
-    best = tl.where((d > best) | (d != d), d, best)
-    which = tl.where((e > best) | (e != e), 3, which)
-    best = tl.where((e > best) | (e != e), e, best)
-    which = tl.where(best <= 0.0, 4, which)
-    tl.store(y_ptr + at, tl.where(best <= 0.0, 0.0, best), mask=live)
-    tl.store(where_ptr + at, which.to(tl.int8), mask=live)
-
-
-@triton.jit
-def _unpool(dy_ptr, where_ptr, dx_ptr, TOTAL, H, W, HO, WO, C, BLOCK: tl.constexpr):
-    """The gradient of `_pool`'s input: every input pixel asks whether it was its window's winner."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = at < TOTAL
-    c, p = at % C, at // C
-    col, row, image = p % W, (p // W) % H, p // (W * H)
-    inside = live & (col // 2 < WO) & (row // 2 < HO)
-    window = ((image.to(tl.int64) * HO + row // 2) * WO + col // 2) * C + c
-    which = tl.load(where_ptr + window, mask=inside, other=4)
-    dy = tl.load(dy_ptr + window, mask=inside, other=0.0)
-    tl.store(dx_ptr + at, tl.where(which == (row % 2) * 2 + col % 2, dy, 0.0), mask=live)
-
-
-@triton.jit
-def _step(w_ptr, g_ptr, rate_ptr, own_ptr, prox_ptr, start_ptr, shift_ptr, memory_ptr, mask_ptr, D,
-          SHIFT: tl.constexpr, PROX: tl.constexpr, MEMORY: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """w[n] -= rate[n] (own g[n] + shift + prox (w[n] - start) - memory[n]) mask, in one pass over the weights."""
-    n = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = at < D
-    w = tl.load(w_ptr + n * D + at, mask=live)
-    d = tl.load(own_ptr) * tl.load(g_ptr + n * D + at, mask=live)
-    if SHIFT:
-        d += tl.load(shift_ptr + at, mask=live)
-    if PROX:
-        d += tl.load(prox_ptr) * (w - tl.load(start_ptr + at, mask=live))
-    if MEMORY:
-        d -= tl.load(memory_ptr + n * D + at, mask=live)
-    if MASK:
-        d *= tl.load(mask_ptr + at, mask=live)
-    tl.store(w_ptr + n * D + at, w - tl.load(rate_ptr + n) * d, mask=live)
+from fedagg.engines import kernels
 
 
 def precision() -> str:
@@ -166,8 +46,27 @@ class FusedConvolution:
         wide = outputs >= 128  # blocks measured on an H200
         tile: dict[str, Any] = {"BM": 128, "BK": block(k * k * channels, 32), "BO": block(outputs, 128 if wide else 64)}
         grid = (triton.cdiv(m, tile["BM"]), triton.cdiv(outputs, tile["BO"]), n)
-        _conv[grid](x, w, b if b is not None else w, y, m, height, width, ho, wo, padding, C=channels, O=outputs, K=k,
-                    BIAS=b is not None, PRECISION=precision(), HALF=self.half, num_warps=8 if wide else 4, num_stages=3, **tile)  # fmt: skip
+        kernels.conv[grid](
+            x,
+            w,
+            b if b is not None else w,
+            y,
+            m,
+            height,
+            width,
+            ho,
+            wo,
+            padding,
+            C=channels,
+            O=outputs,
+            K=k,
+            BIAS=b is not None,
+            PRECISION=precision(),
+            HALF=self.half,
+            num_warps=8 if wide else 4,
+            num_stages=3,
+            **tile,
+        )
         return y
 
     def forward(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
@@ -180,7 +79,7 @@ class FusedConvolution:
 
     def weight_gradient(self, x: Tensor, dy: Tensor, dw: Tensor) -> None:
         n, outputs, channels, k, _ = dw.shape
-        images, _, height, width = x.shape
+        images, _, height, _width = x.shape
         ho, wo = dy.shape[2:]
         padded = functional.pad(x, (self.padding,) * 4).contiguous()
         shifted = padded.unfold(3, wo, 1).transpose(2, 3).contiguous()  # (images, C, k, H + 2p, WO)
@@ -193,9 +92,25 @@ class FusedConvolution:
         splits = triton.cdiv(m, span)
         part = x.new_empty(splits, n, outputs, depth)
         grid = (triton.cdiv(depth, tile["BK"]), triton.cdiv(outputs, tile["BO"]), splits * n)
-        _weight_gradient[grid](shifted, dy, part, m, span, n, C=channels, O=outputs, K=k, PIXELS=ho * wo, WO=wo,
-                               PLANE=(height + 2 * self.padding) * wo, PRECISION=precision(), HALF=self.half,
-                               num_warps=4, num_stages=3, **tile)  # fmt: skip
+        kernels.weight_gradient[grid](
+            shifted,
+            dy,
+            part,
+            m,
+            span,
+            n,
+            C=channels,
+            O=outputs,
+            K=k,
+            PIXELS=ho * wo,
+            WO=wo,
+            PLANE=(height + 2 * self.padding) * wo,
+            PRECISION=precision(),
+            HALF=self.half,
+            num_warps=4,
+            num_stages=3,
+            **tile,
+        )
         dw.copy_(part.sum(0).view(n, outputs, channels, k, k))
 
 
@@ -208,26 +123,50 @@ class FusedPool:
         ho, wo = height // 2, width // 2
         y = torch.empty(images, channels, ho, wo, device=x.device, memory_format=torch.channels_last)
         self.where = torch.empty(y.numel(), dtype=torch.int8, device=x.device)
-        _pool[(triton.cdiv(y.numel(), 1024),)](x, y, self.where, y.numel(), height, width, ho, wo, channels, BLOCK=1024)
+        kernels.pool[(triton.cdiv(y.numel(), 1024),)](x, y, self.where, y.numel(), height, width, ho, wo, channels, BLOCK=1024)
         return y
 
     def backward(self, dy: Tensor, need: bool) -> Tensor:
         if not need:
             return dy
-        images, channels, height, width = self.shape
+        _images, channels, height, width = self.shape
         dy = dy.contiguous(memory_format=torch.channels_last)
         dx = torch.empty(self.shape, device=dy.device, memory_format=torch.channels_last)
-        _unpool[(triton.cdiv(dx.numel(), 1024),)](
+        kernels.unpool[(triton.cdiv(dx.numel(), 1024),)](
             dy, self.where, dx, dx.numel(), height, width, height // 2, width // 2, channels, BLOCK=1024
         )
         return dx
 
 
-def fused_step(w: Tensor, g: Tensor, rate: Tensor, own: Tensor, prox: Tensor, start: Tensor, shift: Tensor | None,
-               memory: Tensor | None, mask: Tensor | None, use_prox: bool) -> None:  # fmt: skip
+def fused_step(
+    w: Tensor,
+    g: Tensor,
+    rate: Tensor,
+    own: Tensor,
+    prox: Tensor,
+    start: Tensor,
+    shift: Tensor | None,
+    memory: Tensor | None,
+    mask: Tensor | None,
+    use_prox: bool,
+) -> None:
     n, d = w.shape
     grid = (triton.cdiv(d, 1024), n)
     none = start
-    _step[grid](w, g, rate, own, prox, start, shift if shift is not None else none, memory if memory is not None else none,
-                mask if mask is not None else none, d, SHIFT=shift is not None, PROX=use_prox, MEMORY=memory is not None,
-                MASK=mask is not None, BLOCK=1024)  # fmt: skip
+    kernels.step[grid](
+        w,
+        g,
+        rate,
+        own,
+        prox,
+        start,
+        shift if shift is not None else none,
+        memory if memory is not None else none,
+        mask if mask is not None else none,
+        d,
+        SHIFT=shift is not None,
+        PROX=use_prox,
+        MEMORY=memory is not None,
+        MASK=mask is not None,
+        BLOCK=1024,
+    )

@@ -89,7 +89,7 @@ class ReLU:
         return self.y
 
     def backward(self, dy: Tensor, need: bool) -> Tensor:
-        return aten.threshold_backward(dy, self.y, 0) if need else dy  # type: ignore[no-any-return]
+        return aten.threshold_backward(dy, self.y, 0) if need else dy
 
 
 class MaxPool:
@@ -194,9 +194,7 @@ class StackedNetwork:
         self.first = next(i for i, layer in enumerate(self.layers) if isinstance(layer, Linear | Conv))
         self.pair_up(fused=conv == "fused")
 
-    def layer(
-        self, module: nn.Module, name: str, w: dict[str, Tensor], g: dict[str, Tensor], conv: str
-    ) -> Layer | None:
+    def layer(self, module: nn.Module, name: str, w: dict[str, Tensor], g: dict[str, Tensor], conv: str) -> Layer | None:
         if isinstance(module, nn.Linear | nn.Conv2d):
             parts = (w[f"{name}.weight"], w.get(f"{name}.bias"), g[f"{name}.weight"], g.get(f"{name}.bias"))
             if isinstance(module, nn.Linear):

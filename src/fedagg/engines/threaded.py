@@ -1,7 +1,7 @@
 """Several plain engines side by side, a thread and a core each, on images in channels-last memory.
 
-Convolutions of one small batch do not keep several cores busy, but one client a core does. Python's lock is no hindrance: the threads
-spend their time in kernels.
+Convolutions of one small batch do not keep several cores busy, but one client a core does. Python's lock is no hindrance: the
+threads spend their time in kernels.
 """
 
 from __future__ import annotations

@@ -95,9 +95,7 @@ def client_app(
 def client_of(context: Context) -> int:
     number = context.node_config.get("partition-id")
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise SettingError(
-            "partition-id", number, "start the SuperNode with --node-config 'partition-id=0', a number of its own"
-        )
+        raise SettingError("partition-id", number, "start the SuperNode with --node-config 'partition-id=0', a number of its own")
     return number
 
 

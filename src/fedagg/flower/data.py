@@ -13,8 +13,7 @@ from fedagg.data import Dataset
 from fedagg.errors import SettingError
 
 FORMS = (
-    "return (x, y), (x, y, x_test, y_test), a torch Dataset or DataLoader, "
-    "a pair of those (training, test), or a fedagg.Dataset"
+    "return (x, y), (x, y, x_test, y_test), a torch Dataset or DataLoader, a pair of those (training, test), or a fedagg.Dataset"
 )
 
 

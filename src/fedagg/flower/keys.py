@@ -49,9 +49,7 @@ def node_key(folder: Path, node: int) -> list[Path]:
     key = ec.generate_private_key(ec.SECP384R1())
     return [
         private(folder / f"node-{node}", key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())),
-        public(
-            folder / f"node-{node}.pub", key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n"
-        ),
+        public(folder / f"node-{node}.pub", key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n"),
     ]
 
 

@@ -41,9 +41,7 @@ class Members:
             Message(RecordDict({"config": ConfigRecord()}), node, MessageType.QUERY, ttl=self.timeout, group_id="hello")
             for node in new
         ]
-        for reply in sorted(
-            grid.send_and_receive(questions, timeout=self.timeout), key=lambda r: r.metadata.src_node_id
-        ):
+        for reply in sorted(grid.send_and_receive(questions, timeout=self.timeout), key=lambda r: r.metadata.src_node_id):
             self.enter(reply)
 
     def enter(self, reply: Message) -> None:

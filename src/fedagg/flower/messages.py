@@ -49,9 +49,7 @@ class Order:
 
 def arrays(model: Model) -> ArrayRecord:
     vectors = {"weights": model.w, "buffers": model.buffers}
-    return ArrayRecord(
-        {k: Array(v.detach().cpu().float().contiguous().numpy()) for k, v in vectors.items() if v.numel()}
-    )
+    return ArrayRecord({k: Array(v.detach().cpu().float().contiguous().numpy()) for k, v in vectors.items() if v.numel()})
 
 
 def read_model(record: ArrayRecord, layout: Layout) -> Model:
@@ -239,12 +237,6 @@ def payload(content: RecordDict) -> int:
         for value in (value for record in records.values() for value in record.values()):
             for item in value if isinstance(value, list) else [value]:
                 total += (
-                    len(item)
-                    if isinstance(item, bytes)
-                    else 0
-                    if isinstance(item, str)
-                    else 1
-                    if isinstance(item, bool)
-                    else 8
+                    len(item) if isinstance(item, bytes) else 0 if isinstance(item, str) else 1 if isinstance(item, bool) else 8
                 )
     return total

@@ -125,9 +125,7 @@ class FedAggStrategy(Strategy):
         if self.layout.d == 0:
             raise SettingError("model", type(module).__name__, "has no trainable parameters")
         if secure and self.layout.b:
-            raise SettingError(
-                "secure", True, "needs a model without buffers; use group instead of batch normalisation"
-            )
+            raise SettingError("secure", True, "needs a model without buffers; use group instead of batch normalisation")
         self.local = Local(
             epochs=config.epochs,
             batch_size=config.batch_size,
@@ -183,9 +181,7 @@ class FedAggStrategy(Strategy):
         """The global model as it stands."""
         return messages.arrays(self.now)
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
+    def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         began = time.perf_counter()
         self.grid, self.extra = grid, config
         self.members.refresh(grid)
@@ -200,9 +196,7 @@ class FedAggStrategy(Strategy):
         self.turn.talk.start()
         return self.turn.talk.question or []
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         assert self.turn is not None
         assert self.grid is not None
         turn, talk = self.turn, self.turn.talk
@@ -231,9 +225,7 @@ class FedAggStrategy(Strategy):
             metrics["clients"], metrics["train_loss"] = len(out.clients), float(out.theta @ out.loss)
         return self.arrays(), metrics
 
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
+    def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         assert self.turn is not None
         turn = self.turn
         now = messages.read_model(arrays, self.layout)

@@ -103,9 +103,7 @@ def gather(paths: Sequence[Path]) -> Content:
     for path in paths:
         if (path / "cells").is_dir():
             if store is not None:
-                raise SettingError(
-                    "what", str(path), "one results folder a report; give the others a report of their own"
-                )
+                raise SettingError("what", str(path), "one results folder a report; give the others a report of their own")
             store = Store(path)
             trials += [from_cell(cell) for cell in store.all()]
         elif found := runs.find(path):

@@ -78,9 +78,7 @@ def parts(content: Content, drawn: dict[str, Any]) -> list[tuple[str, str, str]]
     """The sections that there is something to show for: key, heading, content."""
     found = [("results", "Results", tables.results(content))]
     if content.store is not None:
-        found += [
-            (name, f"Beside the paper: {title}", body) for name, title, body in tables.beside_paper(content.store)
-        ]
+        found += [(name, f"Beside the paper: {title}", body) for name, title, body in tables.beside_paper(content.store)]
     groups = chooser("group", "setting", [group["name"] for group in drawn["groups"]])
     against = chooser("progress", "against", list(drawn["progress"].values()), list(drawn["progress"]))
     curves = "".join(figure(f"chart-{name}") for name in ("accuracy", "loss", "train_loss", "rate", "drift"))

@@ -34,9 +34,7 @@ def draw(spec: Spec, store: Store, folder: Path, formats: Sequence[str]) -> list
     return drawn
 
 
-def curves(
-    spec: Spec, store: Store, rows: Sequence[Row], participation: float, paths: Sequence[Path], title: str
-) -> list[Path]:
+def curves(spec: Spec, store: Store, rows: Sequence[Row], participation: float, paths: Sequence[Path], title: str) -> list[Path]:
     """Accuracy above loss (beside it, if alone), a column a distribution; mean and standard deviation over seeds."""
     accuracy, loss = [], []
     for row in rows:
@@ -59,9 +57,7 @@ def measured(spec: Spec, store: Store, row: Row, participation: float) -> Iterat
             cells = [cell for cell in found if cell is not None]
             if cells:
                 many = len(spec.methods) > 1
-                label = " ".join(
-                    filter(None, (method_name(method) if many or not variant["name"] else "", variant["name"]))
-                )
+                label = " ".join(filter(None, (method_name(method) if many or not variant["name"] else "", variant["name"])))
                 yield index, label, cells
 
 

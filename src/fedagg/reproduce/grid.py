@@ -51,9 +51,7 @@ class Spec:
         model = self.config(row, method, self.participation[0], 0).model
         return not any(x["method"] == method and x["model"] == model for x in self.leave_out)
 
-    def config(
-        self, row: Row, method: str, participation: float, seed: int, variant: dict[str, Any] | None = None
-    ) -> Config:
+    def config(self, row: Row, method: str, participation: float, seed: int, variant: dict[str, Any] | None = None) -> Config:
         """The configuration of one cell."""
         own = {k: v for k, v in (variant or self.variants[0]).items() if k != "name"}
         named = {"algorithm": "fedagg", "variant": "paper"} if method == "fedagg-paper" else {"algorithm": method}

@@ -92,9 +92,7 @@ def run(
     yield from in_turn(ready, store, stop, watch) if jobs == 1 else at_once(ready, store, stop, jobs)
 
 
-def in_turn(
-    todo: Sequence[Cell], store: Store, stop: Stop, watch: Callable[[Cell], Sequence[Callback]]
-) -> Iterator[Outcome]:
+def in_turn(todo: Sequence[Cell], store: Store, stop: Stop, watch: Callable[[Cell], Sequence[Callback]]) -> Iterator[Outcome]:
     for cell in todo:
         if stop.now():
             return

@@ -103,9 +103,7 @@ class Table:
         if whole:
             ours = sum(line.best == "fedagg" for line in whole)  # one form of it: the others get one try too
             theirs = sum(line.paper_best == "fedagg" for line in whole)
-            text.append(
-                f"Of these methods FedAgg is best in {ours} of {len(whole)} settings here, in {theirs} in the paper."
-            )
+            text.append(f"Of these methods FedAgg is best in {ours} of {len(whole)} settings here, in {theirs} in the paper.")
         if any(e.state == "not run" for line in self.lines for e in line.entries.values()):
             text.append("Cells marked “not run” were not measured here.")
         return text

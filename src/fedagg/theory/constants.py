@@ -241,9 +241,7 @@ class _Softmax:
         if len(x) == 0 or len(x) != len(labels):
             raise DataError(f"{len(x)} samples and {len(labels)} labels: give one label per sample, and at least one")
         if int(labels.min()) < 0 or int(labels.max()) >= classes:
-            raise DataError(
-                f"labels from {int(labels.min())} to {int(labels.max())}: {classes} classes are 0 to {classes - 1}"
-            )
+            raise DataError(f"labels from {int(labels.min())} to {int(labels.max())}: {classes} classes are 0 to {classes - 1}")
         triangle = torch.linalg.qr(x, mode="r").R
         _, sizes, rows = torch.linalg.svd(triangle, full_matrices=False)
         kept = sizes > sizes[0] * max(x.shape) * torch.finfo(torch.float64).eps

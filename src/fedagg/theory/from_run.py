@@ -76,12 +76,13 @@ class Statement:
 
 @dataclass(frozen=True)
 class Analysis:
-    """All results for one run. `sources` says of each constant where it comes from."""
+    """All results for one run. `sources` says of each constant where it comes from; `best` is F*."""
 
     run: str
     config: Config
     constants: Constants
     sources: dict[str, str]
+    best: float
     statements: list[Statement]
     objective: Objective
     start: Tensor
@@ -185,15 +186,11 @@ class Reading:
         if (unknowns := self.objective.unknowns) is None:
             return
         if not self.config.weight_decay and unknowns > DENSE:
-            self.no_target = (
-                f"w* has {unknowns} unknowns, too many to prove that it exists; a run with --weight-decay has one"
-            )
+            self.no_target = f"w* has {unknowns} unknowns, too many to prove that it exists; a run with --weight-decay has one"
             return
         self.solution = self.objective.solve(DENSE)
         if self.solution.radius is None:
-            self.no_target = self.solution.reason + (
-                "" if self.config.weight_decay else "; with --weight-decay there is one"
-            )
+            self.no_target = self.solution.reason + ("" if self.config.weight_decay else "; with --weight-decay there is one")
             return
         # Convexity: what was found is above F* by no more than this, and the proofs need a lower bound.
         self.best = self.solution.loss - self.solution.radius * self.solution.gradient_norm - 1e-14
@@ -212,9 +209,7 @@ class Reading:
             have = f"batches have {c.batch_size} of {largest} samples"
             return f"needs full gradients, and {have}: set --batch-size {largest}"
         if c.per_round < c.clients:
-            return (
-                f"needs all clients in every round, and {c.per_round} of {c.clients} take part: set --participation 1"
-            )
+            return f"needs all clients in every round, and {c.per_round} of {c.clients} take part: set --participation 1"
         if reason := unusual(c):
             return reason
         if draws(self.objective.module):
@@ -306,9 +301,7 @@ class Reading:
         secant = max(works, key=lambda work: work.secant)
         client = secant.sharpest if secant.sharpest >= 0 else works[0].clients[0]
         at = [self.objective.client_smoothness(w, client) for w in (self.models[0], self.models[-1])]
-        words = (
-            f"secants on the clients' ways, and power iteration at both ends for client {client}: below the true one"
-        )
+        words = f"secants on the clients' ways, and power iteration at both ends for client {client}: below the true one"
         return max(secant.secant, *at), words
 
     def growth(self) -> Bound:
@@ -320,7 +313,16 @@ class Reading:
 
     def analysis(self, name: str) -> Analysis:
         statements = [self.rate(), self.drift(), self.progress(), self.loss(), self.gradient(), *self.distance()]
-        return Analysis(name, self.config, self.constants, self.sources, statements, self.objective, self.models[0])
+        return Analysis(
+            run=name,
+            config=self.config,
+            constants=self.constants,
+            sources=self.sources,
+            best=self.best,
+            statements=statements,
+            objective=self.objective,
+            start=self.models[0],
+        )
 
     @property
     def blur(self) -> float:
@@ -347,9 +349,7 @@ class Reading:
             reason = "needs full gradients where there is weight decay: within an epoch nobody looks where clients are"
         claim = Bound.none(reason) if reason else bounds.client_drift(self.constants)
         measured = [one.work.drift for one in self.rounds]
-        return Statement(
-            "drift", "Proposition 4", "largest |w_i - w̄|", measured, [claim] * len(measured), [], self.blur
-        )
+        return Statement("drift", "Proposition 4", "largest |w_i - w̄|", measured, [claim] * len(measured), [], self.blur)
 
     def progress(self) -> Statement:
         c = self.constants

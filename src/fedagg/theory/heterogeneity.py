@@ -19,7 +19,7 @@ from __future__ import annotations
 import csv
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,9 +65,7 @@ class Distances:
         return float(np.nanstd(getattr(self, metric)))
 
 
-def label_counts(
-    labels: npt.ArrayLike, parts: Sequence[npt.NDArray[np.integer[Any]]], classes: int | None = None
-) -> Counts:
+def label_counts(labels: npt.ArrayLike, parts: Sequence[npt.NDArray[np.integer[Any]]], classes: int | None = None) -> Counts:
     """How many samples of each class each client holds, (N, C).
 
     Args:
@@ -77,14 +75,10 @@ def label_counts(
     """
     array = np.asarray(labels)
     if array.ndim != 1 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
-        raise DataError(
-            f"labels are {array.dtype} of shape {array.shape}: give a list of whole numbers, one per sample"
-        )
+        raise DataError(f"labels are {array.dtype} of shape {array.shape}: give a list of whole numbers, one per sample")
     count = int(array.max()) + 1 if classes is None else classes
     if array.min() < 0 or array.max() >= count:
-        raise DataError(
-            f"labels go from {array.min()} to {array.max()}: with {count} classes they must be 0 to {count - 1}"
-        )
+        raise DataError(f"labels go from {array.min()} to {array.max()}: with {count} classes they must be 0 to {count - 1}")
     if not len(parts):
         raise DataError("no clients: give the indices of at least one client's samples")
     return np.stack([np.bincount(array[part], minlength=count) for part in parts]).astype(np.int64)
@@ -114,9 +108,7 @@ def over_sigma(
 ) -> dict[float, Distances]:
     """The distances of Dirichlet splits with each of these σ; ∞ is the IID split (the paper's Fig. 4)."""
     array = np.asarray(labels)
-    return {
-        float(sigma): distances(label_counts(array, dirichlet(array, clients, sigma, seed, by))) for sigma in sigmas
-    }
+    return {float(sigma): distances(label_counts(array, dirichlet(array, clients, sigma, seed, by))) for sigma in sigmas}
 
 
 @dataclass(frozen=True)
@@ -142,6 +134,27 @@ def gradient_dissimilarity(gradients: npt.ArrayLike, theta: npt.ArrayLike | None
     if norm2 == 0.0:
         return Dissimilarity(variance, 1.0 if variance == 0.0 else math.inf)
     return Dissimilarity(variance, 1.0 + variance / norm2)
+
+
+def streamed_dissimilarity(gradients: Iterable[npt.ArrayLike], theta: npt.ArrayLike) -> Dissimilarity:
+    """The same from one client's gradient (d,) after the other, for models of which memory does not hold N."""
+    mean: Floats = np.zeros(1)
+    norms2 = 0.0
+    for weight, gradient in zip(np.asarray(theta, dtype=np.float64), gradients, strict=True):
+        row = np.asarray(gradient, dtype=np.float64)
+        mean = mean + weight * row
+        norms2 += float(weight * (row @ row))
+    norm2 = float(mean @ mean)
+    variance = max(0.0, norms2 - norm2)
+    if norm2 == 0.0:
+        return Dissimilarity(variance, 1.0 if variance == 0.0 else math.inf)
+    return Dissimilarity(variance, 1.0 + variance / norm2)
+
+
+def write_dissimilarity(path: str | os.PathLike[str], found: Mapping[str, Dissimilarity]) -> None:
+    """A CSV with a row per model: how unlike the clients' gradients there are."""
+    rows = [[name, _plain(one.variance), _plain(one.ratio)] for name, one in found.items()]
+    _write_csv(Path(path), ["model", "variance", "ratio"], rows)
 
 
 def write_counts(path: str | os.PathLike[str], counts: Counts) -> None:
@@ -207,9 +220,7 @@ def plot_over_sigma(
         spreads = np.array([one.spread(metric) for one in found.values()])
         for x, one in zip(at, found.values(), strict=True):
             values = getattr(one, metric)
-            axes.scatter(
-                x + rng.uniform(-0.12, 0.12, len(values)), values, s=10, alpha=0.35, color=colour, linewidths=0
-            )
+            axes.scatter(x + rng.uniform(-0.12, 0.12, len(values)), values, s=10, alpha=0.35, color=colour, linewidths=0)
         axes.fill_between(at, np.maximum(means - spreads, 0.0), means + spreads, color=colour, alpha=0.15, linewidth=0)
         axes.plot(at, means, color=colour, linewidth=2.5, marker="o", markersize=7)
         axes.set_xticks(at, ["∞ (IID)" if math.isinf(sigma) else f"{sigma:g}" for sigma in found])
@@ -224,7 +235,9 @@ def plot_over_sigma(
 
 def _plain(value: float) -> str:
     """A number for a CSV: whole ones without a point, the rest with all their digits, nan as an empty field."""
-    return "" if math.isnan(value) else repr(int(value)) if float(value).is_integer() else repr(float(value))
+    if math.isnan(value):
+        return ""
+    return repr(int(value)) if float(value).is_integer() else repr(float(value))
 
 
 def _write_csv(path: Path, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -85,7 +85,7 @@ class Objective:
             here = at.clone().requires_grad_(True)
             loss = self.loss_of(here, piece)
             (part,) = torch.autograd.grad(loss, here)
-            value += float(loss) * len(piece) / len(chosen)
+            value += float(loss.detach()) * len(piece) / len(chosen)
             gradient += part * (len(piece) / len(chosen))
         return value, gradient
 
@@ -143,9 +143,7 @@ class Objective:
             raise SettingError("model", type(self.module).__name__, "only the linear model can be solved")
         x, y = self.x[self.dealt], self.y[self.dealt]
         dense = 0 if self.weight_decay > 0.0 else dense_limit
-        return constants.solve_softmax(
-            x, y, layer.out_features, self.weight_decay, bias=layer.bias is not None, dense_limit=dense
-        )
+        return constants.solve_softmax(x, y, layer.out_features, self.weight_decay, bias=layer.bias is not None, dense_limit=dense)
 
     def as_matrix(self, w: Tensor) -> Tensor:
         """Flat weights of the linear model as `solve` has them: (classes, features [+ 1 for the bias])."""

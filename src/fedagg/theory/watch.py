@@ -66,9 +66,7 @@ class Pass:
         self.size = max(self.size, float(places.norm(dim=-1).max()))
         self.sharpen(chunk.jobs, felt, path)
         if self.before is not None:
-            ahead = [
-                (path[:, epoch, None] - self.before[None, epoch + 1 :]).norm(dim=-1) for epoch in range(len(shifts))
-            ]
+            ahead = [(path[:, epoch, None] - self.before[None, epoch + 1 :]).norm(dim=-1) for epoch in range(len(shifts))]
             self.deviation = max(self.deviation or 0.0, *(float(each.max()) for each in ahead))
         self.steps = max(self.steps, int(chunk.steps.max()))
         rates = chunk.rates.double().cpu()

@@ -1,0 +1,1 @@
+"""How fast is it here? One job, run by several simulators side by side, each in a process of its own."""

@@ -1,0 +1,155 @@
+"""Runs the rivals, each in fresh processes and in turns, so that a machine that drifts shows as spread and favours nobody."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fedagg
+from fedagg import record
+from fedagg.bench.rivals import RIVALS
+from fedagg.bench.task import Task
+from fedagg.errors import unknown
+
+PATIENCE = 3600.0  # seconds for one rival in one pass
+# What would make one rival's process differ from a fresh one of the user's.
+INHERITED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "WORLD_SIZE", "RANK", "LOCAL_RANK")
+QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+
+
+@dataclass
+class Timing:
+    """What was seen of one rival, over all passes."""
+
+    rival: str
+    version: str | None
+    seconds: list[float] = field(default_factory=list)  # of every timed round
+    startup: list[float] = field(default_factory=list)  # from starting the process to the first round's end, less a round
+    memory: int | None = None  # bytes, at most
+    device_memory: int | None = None
+    note: str | None = None
+    failure: str | None = None  # why there is nothing to see
+
+    @property
+    def median(self) -> float | None:
+        return statistics.median(self.seconds) if self.seconds else None
+
+    def add(self, seen: dict[str, Any]) -> None:
+        self.seconds += seen["seconds"]
+        self.startup.append(max(0.0, seen["first"] - statistics.median(seen["seconds"])))
+        for name in ("memory", "device_memory"):
+            if seen[name] is not None:
+                setattr(self, name, max(seen[name], getattr(self, name) or 0))
+        self.note = seen["note"]
+
+
+def bench(task: Task, rivals: Sequence[str], passes: int = 2, told: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    """Time every rival on the task; a table's worth of plain values. `told` hears what is going on."""
+    for name in rivals:
+        if name not in RIVALS:
+            raise unknown("rivals", name, RIVALS)
+    timings = [Timing(name, RIVALS[name].version) for name in dict.fromkeys(rivals)]
+    rate, operations, load = 0.0, 0.0, os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    for turn in range(passes):
+        told(f"pass {turn + 1} of {passes}: the device's peak rate")
+        try:
+            seen = launch("peak", task)
+        except Failed as error:
+            told(f"the device's peak rate: {error}")
+        else:
+            rate, operations = max(rate, seen["rate"]), seen["operations"]
+        for timing in timings:
+            if not RIVALS[timing.rival].installed:
+                timing.failure = "not installed"
+            if timing.failure:
+                continue
+            told(f"pass {turn + 1} of {passes}: {RIVALS[timing.rival].about}")
+            try:
+                timing.add(launch(timing.rival, task))
+            except Failed as error:
+                timing.failure = str(error)
+    return {
+        "task": {**asdict(task), "shape": list(task.shape), "per_round": task.per_round, "passes": passes},
+        "machine": {**machine(task), "load_before": load},
+        "peak_rate": rate or None,
+        "operations_per_round": operations or None,
+        "rows": rows(timings, operations, rate),
+    }
+
+
+def rows(timings: Sequence[Timing], operations: float, rate: float) -> list[dict[str, Any]]:
+    plain = next((t.median for t in timings if t.rival == "plain"), None)
+    return [
+        {
+            "rival": t.rival,
+            "about": RIVALS[t.rival].about,
+            "version": t.version,
+            "median": t.median,
+            "fastest": min(t.seconds, default=None),
+            "slowest": max(t.seconds, default=None),
+            "ratio": plain / t.median if plain and t.median else None,
+            "startup": statistics.median(t.startup) if t.startup else None,
+            "memory": t.memory,
+            "device_memory": t.device_memory,
+            "share_of_peak": operations / t.median / rate if t.median and rate else None,
+            "seconds": [round(s, 6) for s in t.seconds],
+            "note": t.note,
+            "failure": t.failure,
+        }
+        for t in timings
+    ]
+
+
+class Failed(Exception):
+    """A rival did not come back with a result; the message is one line."""
+
+
+def launch(rival: str, task: Task) -> dict[str, Any]:
+    """One rival, once, in a new process with a home of its own."""
+    with tempfile.TemporaryDirectory(prefix="fedagg-bench-", ignore_cleanup_errors=True) as scratch:
+        answer = Path(scratch) / "answer.json"
+        environment = {key: value for key, value in os.environ.items() if key not in INHERITED}
+        environment |= {**QUIET, "FLWR_HOME": str(Path(scratch) / "flower")}
+        order = json.dumps({"rival": rival, "task": asdict(task), "launched": time.time()})
+        command = [sys.executable, "-m", "fedagg.bench.worker", order, str(answer)]
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, errors="replace", timeout=PATIENCE, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise Failed(f"not done after {PATIENCE:g} s") from None
+        if not answer.exists():
+            last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+            raise Failed(re.sub(r"\s+", " ", last)[-300:])
+        seen: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+        return seen
+
+
+def machine(task: Task) -> dict[str, Any]:
+    """What the numbers belong to."""
+    about = record.environment(torch.device(task.device), "", fedagg.__version__)
+    del about["engine"]
+    return {**about, "processor": processor(), "date": time.strftime("%Y-%m-%d")}
+
+
+def processor() -> str:
+    """The processor's own name where the system tells it."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    named = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return f"{named[1].strip()} ({platform.machine()})" if named else platform.machine()

@@ -1,0 +1,41 @@
+"""Our engines, by the path that `fedagg.run` takes, without evaluation and record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from fedagg import algorithms, engines
+from fedagg.bench.task import CLASSES, Task
+from fedagg.clients import Clients
+from fedagg.config import make
+from fedagg.engines.base import Local, Setting
+
+
+def run(engine_name: str, task: Task, tick: Callable[[], None]) -> str:
+    """Returns what the engine says about itself."""
+    config = make({"algorithm": "fedavg", "lr": task.lr, "precision": task.precision})
+    local = Local(epochs=task.epochs, batch_size=task.batch_size)
+    device, module, (x, y) = torch.device(task.device), task.module(), task.data()
+    setting = Setting(module, x, y, CLASSES, local, device)
+    method = algorithms.build("fedavg", {"lr": task.lr})
+    now = setting.layout.pack(module).to(device)
+    method.start(now, module, setting.layout)
+    engine = engines.build(engine_name, setting, config)
+    for t in range(task.rounds + 1):
+        clients = Clients(
+            engine=engine,
+            t=t,
+            ids=task.participants(t),
+            samples=lambda client: torch.arange(client * task.samples, (client + 1) * task.samples),
+            total=task.clients,
+            local=local,
+            lr=task.lr,
+            seed=task.seed,
+            model=now,
+            carried=method.state,
+        )
+        now = method.round(now, clients)
+        tick()
+    return engine.note

@@ -1,0 +1,91 @@
+"""A benchmark for people: as a table on the screen, and as a page for the `benchmarks/` folder."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from fedagg import files
+
+COLUMNS = ("rival", "s/round", "fastest to slowest", "× plain", "start-up s", "memory", "of peak")
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    if row["median"] is None:
+        return [row["rival"], row["failure"] or "", *([""] * (len(COLUMNS) - 2))]
+    memory = size(row["memory"])
+    if row["device_memory"] is not None:
+        memory += f" + {size(row['device_memory'])} on device"
+    return [
+        row["rival"],
+        f"{row['median']:.4g}",
+        f"{row['fastest']:.4g} to {row['slowest']:.4g}",
+        "" if row["ratio"] is None else f"{row['ratio']:.2f}",
+        f"{row['startup']:.1f}",
+        memory,
+        "" if row["share_of_peak"] is None else f"{100 * row['share_of_peak']:.2g} %",
+    ]
+
+
+def size(count: int | None) -> str:
+    return "?" if count is None else f"{count / 2**20:,.0f} MiB"
+
+
+def title(result: dict[str, Any]) -> str:
+    t = result["task"]
+    shape = "×".join(map(str, t["shape"]))
+    return (
+        f"{t['model']}: FedAvg, {t['clients']} clients, {t['per_round']} a round, {t['samples']} samples of {shape} each, "
+        f"{t['epochs']} epochs, batch {t['batch_size']}"
+    )
+
+
+def facts(result: dict[str, Any]) -> list[str]:
+    """The small print: machine, versions, and how the numbers came about."""
+    m, t = result["machine"], result["task"]
+    versions = {row["rival"]: row["version"] for row in result["rows"] if row["rival"] in ("flower", "pfl") and row["median"]}
+    others = "".join(f", {name} {version}" for name, version in versions.items())
+    load = "" if m["load_before"] is None else f", load {m['load_before']:.2f} at the start"
+    where = m["device"] if m["device"] != "cpu" else f"{m['processor']}, {m['cores']} cores, {m['threads']} threads by default"
+    lines = [
+        f"{m['date']}; {where}; {m['platform']}{load}",
+        f"fedagg {m['fedagg']}{' at ' + m['commit'][:10] if m['commit'] else ''}, torch {m['torch']}, Python {m['python']}{others}",
+        f"{t['rounds']} rounds after one to warm up, {t['passes']} passes in turns, a process each; median over all rounds",
+    ]
+    if result["peak_rate"]:
+        kind = t["precision"] if m["device"] != "cpu" else "fp32"
+        peak, needed = result["peak_rate"] / 1e9, result["operations_per_round"] / 1e9
+        lines.append(f"peak {peak:,.0f} GFLOP/s in a large {kind} matrix product; the job is {needed:,.1f} GFLOP a round")
+    return lines + [f"{row['rival']}: {row['note']}" for row in result["rows"] if row["note"]]
+
+
+def screen(result: dict[str, Any]) -> Table:
+    table = Table(title=title(result), title_justify="left", caption="\n".join(facts(result)), caption_justify="left")
+    for at, name in enumerate(COLUMNS):
+        table.add_column(name, justify="right" if at else "left")
+    for row in result["rows"]:
+        table.add_row(*cells(row))
+    return table
+
+
+def page(result: dict[str, Any]) -> str:
+    """Markdown."""
+    lines = [f"# {title(result)}", "", *(f"- {fact}" for fact in facts(result)), ""]
+    lines += ["| " + " | ".join(COLUMNS) + " |", "|---|" + "---:|" * (len(COLUMNS) - 1)]
+    lines += ["| " + " | ".join(cells(row)) + " |" for row in result["rows"]]
+    return "\n".join(lines) + "\n"
+
+
+def keep(result: dict[str, Any], folder: Path) -> Path:
+    """Write <date>-<machine>-<model>.json and .md; a second run on the same day replaces the first."""
+    m = result["machine"]
+    name = m["device"] if m["device"] != "cpu" else f"{m['cores']}-core-{m['processor'].rpartition('(')[2]}"
+    stem = f"{m['date']}-{re.sub('[^a-z0-9_]+', '-', name.lower()).strip('-')}-{result['task']['model']}"
+    files.folder(folder)
+    files.write(folder / f"{stem}.json", json.dumps(result, indent=1) + "\n")
+    files.write(folder / f"{stem}.md", page(result))
+    return folder / f"{stem}.md"

@@ -1,0 +1,57 @@
+"""The job that is timed: FedAvg on clients of equal size, with random samples. Every rival gets the same one."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedagg import models, seeding
+
+CLASSES = 10
+SMALL = ("linear", "mnist-cnn", "lenet5")  # timed on 1×28×28, the others on 3×32×32
+
+
+@dataclass(frozen=True)
+class Task:
+    """A plain description, so that it can travel to another process as JSON."""
+
+    model: str = "linear"
+    clients: int = 100
+    participation: float = 0.2
+    rounds: int = 5  # timed ones, after one to warm up
+    samples: int = 600  # of every client
+    epochs: int = 3
+    batch_size: int = 32
+    lr: float = 0.01
+    device: str = "cpu"
+    precision: str = "tf32"
+    seed: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return (1, 28, 28) if self.model in SMALL else (3, 32, 32)
+
+    @property
+    def per_round(self) -> int:
+        return max(1, round(self.participation * self.clients))
+
+    def module(self) -> nn.Module:
+        return models.build(self.model, self.shape, CLASSES, seed=seeding.derive(self.seed, "model"))
+
+    def client(self, client: int) -> tuple[Tensor, Tensor]:
+        """One client's samples, always the same: rivals that run clients in other processes make them there."""
+        generator = seeding.torch_generator(self.seed, "bench", client)
+        x = torch.rand(self.samples, *self.shape, generator=generator)
+        return x, torch.randint(0, CLASSES, (self.samples,), generator=generator)
+
+    @functools.lru_cache(maxsize=1)  # noqa: B019  a task lives as long as its process
+    def data(self) -> tuple[Tensor, Tensor]:
+        """All clients' samples one after another, client i's from i·samples on."""
+        x, y = zip(*map(self.client, range(self.clients)), strict=True)
+        return torch.cat(x), torch.cat(y)
+
+    def participants(self, t: int) -> list[int]:
+        return seeding.participants(self.seed, t, self.clients, self.per_round)

@@ -1,0 +1,62 @@
+"""`fedagg bench`: how fast rounds are on this machine, beside a plain loop and other simulators."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedagg import models
+from fedagg.bench import measure, table
+from fedagg.bench.rivals import RIVALS
+from fedagg.bench.task import Task
+from fedagg.cli.show import err, out
+from fedagg.config import choices
+from fedagg.errors import SettingError, unknown
+from fedagg.federation import pick_device
+
+RIVAL_HELP = f"who takes part, of {', '.join(RIVALS)}; those that are not installed are passed over"
+
+
+def bench(
+    *,
+    model: Annotated[str, typer.Option(help=f"the network [{'|'.join(models.names())}]")] = "linear",
+    clients: Annotated[int, typer.Option(min=1, help="clients in the federation")] = 100,
+    participation: Annotated[float, typer.Option(help="share of the clients that takes part in a round")] = 0.2,
+    rounds: Annotated[int, typer.Option(min=1, help="timed rounds of every rival and pass")] = 5,
+    samples: Annotated[int, typer.Option(min=1, help="samples of every client")] = 600,
+    passes: Annotated[int, typer.Option(min=1, help="how often the rivals take turns")] = 2,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:0, ...")] = "auto",
+    precision: Annotated[str, typer.Option(help="our arithmetic on a GPU [tf32|fp32|bf16]")] = "tf32",
+    rivals: Annotated[str, typer.Option(help=RIVAL_HELP)] = ",".join(RIVALS),
+    out_dir: Annotated[Path | None, typer.Option("--out", help="keep the table in this folder, as JSON and Markdown")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
+) -> None:
+    """Time FedAvg's rounds: a plain PyTorch loop, our engines, and other simulators that are installed."""
+    if model not in models.names():
+        raise unknown("model", model, models.names())
+    if not 0 < participation <= 1:
+        raise SettingError("participation", participation, "give a share of the clients, over 0 and at most 1")
+    if precision not in choices("precision"):
+        raise unknown("precision", precision, choices("precision"))
+    task = Task(
+        model=model,
+        clients=clients,
+        participation=participation,
+        rounds=rounds,
+        samples=samples,
+        device=str(pick_device(device)),
+        precision=precision,
+    )
+    names = [name.strip() for name in rivals.split(",") if name.strip()]
+    with err.status("bench", spinner="dots") as status:
+        result = measure.bench(task, names, passes, status.update)
+    if out_dir is not None:
+        err.print(f"kept in {table.keep(result, out_dir)}", markup=False, soft_wrap=True)
+    if as_json:
+        sys.stdout.write(json.dumps(result) + "\n")
+    else:
+        out.print(table.screen(result))

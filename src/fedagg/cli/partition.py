@@ -1,0 +1,177 @@
+"""`fedagg partition`: who holds which labels, and how unlike the clients are."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import typer
+from rich.table import Table
+from torch import nn
+
+from fedagg import files, runs
+from fedagg import partition as splits
+from fedagg.cli.show import out
+from fedagg.config import Config, resolve
+from fedagg.data import Dataset, load
+from fedagg.errors import FedaggWarning, SettingError
+from fedagg.federation import build_model
+
+if TYPE_CHECKING:
+    from fedagg.theory.heterogeneity import Dissimilarity, Distances
+
+RUN = "take data, split and model from this run folder, and look at its final model too"
+
+
+def partition(
+    *,
+    dataset: Annotated[str | None, typer.Option(help="the data set (default mnist-mini)", show_default=False)] = None,
+    labels: Annotated[Path | None, typer.Option(help="labels of your own, .csv or .npy", show_default=False)] = None,
+    name: Annotated[str | None, typer.Option("--partition", help="iid, shards, dirichlet (default), dirichlet-class")] = None,
+    sigma: Annotated[float | None, typer.Option(help="concentration (default 0.6)", show_default=False)] = None,
+    shards: Annotated[int | None, typer.Option(help="shards per client (default 2)", show_default=False)] = None,
+    clients: Annotated[int | None, typer.Option(help="clients (default 100)", show_default=False)] = None,
+    seed: Annotated[int | None, typer.Option(help="seed of the split (default 0)", show_default=False)] = None,
+    model: Annotated[str | None, typer.Option(help="whose gradients to compare (default linear)", show_default=False)] = None,
+    run: Annotated[Path | None, typer.Option(help=RUN, show_default=False)] = None,
+    folder: Annotated[Path, typer.Option("--out", help="where the files go")] = Path("partition"),
+    data_dir: Annotated[str | None, typer.Option(help="where data sets are", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
+) -> None:
+    """Show how a data set is split: label counts, client sizes, three distances, over σ too; as CSV and PNG.
+
+    With --labels any list of labels can be looked at. Gradients need samples, so they are left out there.
+    """
+    given = {
+        "dataset": dataset,
+        "partition": name,
+        "sigma": sigma,
+        "shards": shards,
+        "clients": clients,
+        "seed": seed,
+        "model": model,
+        "data_dir": data_dir,
+    }
+    config = chosen(given, run, labels)
+    if labels is not None:
+        samples, known = None, splits.from_file(labels)
+    else:
+        samples = load(config.dataset, config.data_dir)
+        known = samples.y_train.numpy()
+    from fedagg.theory import heterogeneity as het  # loads matplotlib and scipy
+
+    parts = splits.partition(config.partition, known, config.clients, config.seed, sigma=config.sigma, per_client=config.shards)
+    counts = het.label_counts(known, parts, samples.classes if samples else None)
+    here, over = het.distances(counts), over_sigma(known, config)
+    title = f"{labels.name if labels else config.dataset}, {split_name(config)}, {config.clients} clients"
+    files.folder(folder)
+    het.write_counts(folder / "labels.csv", counts)
+    het.write_distances(folder / "distances.csv", here)
+    het.plot_counts(folder / "labels.png", counts, title)
+    het.write_summary(folder / "sigma.csv", over)
+    het.plot_over_sigma(folder / "sigma.png", over, f"{labels.name if labels else config.dataset}, {config.clients} clients")
+    gradients = dissimilarity(config, samples, parts, run) if samples else {}
+    if gradients:
+        het.write_dissimilarity(folder / "gradients.csv", gradients)
+
+    rows = {split_name(config): here} | {f"dirichlet, σ = {value:g}": found for value, found in over.items()}
+    if as_json:
+        sys.stdout.write(json.dumps(summary(title, rows, gradients, folder)) + "\n")
+        return
+    tell(title, rows, gradients)
+    out.print(f"files: {folder}", markup=False, highlight=False, soft_wrap=True)
+
+
+def chosen(given: dict[str, Any], run: Path | None, labels: Path | None) -> Config:
+    options = {key: value for key, value in given.items() if value is not None}
+    if run is None:
+        if labels is not None and "dataset" in options:
+            raise SettingError("labels", str(labels), "give either --labels or --dataset")
+        return resolve({"partition": "dirichlet", **options})
+    settled = [f"--{key}" for key in options if key != "data_dir"] + (["--labels"] if labels is not None else [])
+    if settled:
+        raise SettingError("run", str(run), f"has its own data, split and model; leave {', '.join(settled)} out")
+    return runs.load(run).config.changed(**options)
+
+
+def split_name(config: Config) -> str:
+    more = {"shards": f", {config.shards} each", "iid": ""}.get(config.partition, f", σ = {config.sigma:g}")
+    return f"{config.partition}{more}"
+
+
+def over_sigma(labels: npt.NDArray[Any], config: Config) -> dict[float, Distances]:
+    """The paper's Fig. 4 for these labels; a σ that leaves clients empty is left out, with a word."""
+    from fedagg.theory import heterogeneity as het
+
+    by = "class" if config.partition == "dirichlet-class" else "client"
+    found: dict[float, Distances] = {}
+    for sigma in het.SIGMAS:
+        try:
+            found |= het.over_sigma(labels, config.clients, [sigma], config.seed, by)
+        except SettingError as error:
+            warnings.warn(str(error), FedaggWarning, stacklevel=2)
+    return found
+
+
+def dissimilarity(config: Config, data: Dataset, parts: splits.Indices, run: Path | None) -> dict[str, Dissimilarity]:
+    """How unlike the clients' full gradients are, at the initial model and at the final one of a run."""
+    from fedagg.theory import heterogeneity as het
+    from fedagg.theory.objective import Objective
+
+    data = data.normalized() if config.normalize else data
+    models = {"initial": build_model(config, data)}
+    if run is not None:
+        models["final"] = trained(build_model(config, data), run / "model.safetensors")
+    found = {}
+    for name, module in models.items():
+        objective = Objective(module, data.x_train, data.y_train, parts, config.weight_decay, torch.float32)
+        w = objective.layout.pack(objective.module).w
+        found[name] = het.streamed_dissimilarity((g.numpy() for g in objective.each_gradient(w)), objective.theta.numpy())
+    return found
+
+
+def trained(module: nn.Module, path: Path) -> nn.Module:
+    from safetensors.torch import load_file
+
+    if not path.exists():
+        raise SettingError("run", str(path.parent), "has no model.safetensors: the run is not finished")
+    module.load_state_dict(load_file(path))
+    return module
+
+
+def summary(title: str, rows: dict[str, Distances], gradients: dict[str, Dissimilarity], folder: Path) -> dict[str, Any]:
+    from fedagg.theory.heterogeneity import METRICS
+
+    splits_found = {
+        name: {metric: {"mean": one.mean(metric), "std": one.spread(metric)} for metric in METRICS} for name, one in rows.items()
+    }
+    unlike = {name: {"variance": one.variance, "ratio": finite(one.ratio)} for name, one in gradients.items()}
+    return {"title": title, "splits": splits_found, "gradients": unlike, "out": str(folder)}
+
+
+def finite(value: float) -> float | None:
+    """JSON has no infinity."""
+    return value if math.isfinite(value) else None
+
+
+def tell(title: str, rows: dict[str, Distances], gradients: dict[str, Dissimilarity]) -> None:
+    from fedagg.theory.heterogeneity import METRICS
+
+    table = Table(title=title, title_justify="left")
+    for column in ("split", "samples a client", "Wasserstein", "total variation", "Jensen-Shannon"):
+        table.add_column(column, justify="left" if column == "split" else "right")
+    for name, one in rows.items():
+        low, high = int(np.min(one.sizes)), int(np.max(one.sizes))
+        numbers = [f"{one.mean(metric):.3f} ± {one.spread(metric):.3f}" for metric in METRICS]
+        table.add_row(name, str(low) if low == high else f"{low} to {high}", *numbers)
+    out.print(table)
+    for name, found in gradients.items():
+        words = f"gradients at the {name} model: variance {found.variance:.4g}, ratio B² {found.ratio:.4g}"
+        out.print(words, highlight=False, soft_wrap=True)
