@@ -147,12 +147,11 @@ def test_dirichlet_has_the_law_of_drawing_one_at_a_time() -> None:
 
 
 def test_a_class_that_runs_out_is_drawn_again_from_the_others() -> None:
-    """The same mean counts as a plain loop that draws one sample at a time."""
-    labels = np.repeat([0, 1, 2], [3, 3, 6])
+    """The same mean counts, for who draws first, as a plain loop that draws one sample at a time."""
     rng = np.random.default_rng(9)
     counts = np.zeros((2, 1500, 3))
     for run in range(1500):
-        counts[0, run] = np.bincount(labels[dirichlet(labels, 2, 0.7, run)[0]], minlength=3)
+        counts[0, run] = partition._counts_by_client(np.array([3, 3, 6]), 2, 0.7, np.random.default_rng(run))[0]
         mix, left = rng.dirichlet(0.7 * 3 * np.array([0.25, 0.25, 0.5])), np.array([3, 3, 6])
         for _ in range(6):
             open_mix = np.where(left > 0, mix, 0)
@@ -160,6 +159,21 @@ def test_a_class_that_runs_out_is_drawn_again_from_the_others() -> None:
         counts[1, run] = np.array([3, 3, 6]) - left
     means, errors = counts.mean(1), np.sqrt((counts.var(1) / 1500).sum(0))
     assert (np.abs(means[0] - means[1]) < 4 * errors).all()
+
+
+def test_numbers_do_not_tell_who_drew_last() -> None:
+    """Who draws last is left with the fewest classes; over many splits every client is so equally often."""
+    labels, clients = np.repeat(np.arange(10), 50), 20
+    held = np.array([[len(np.unique(labels[part])) for part in dirichlet(labels, clients, 0.5, seed)] for seed in range(150)])
+    drawn = np.array(
+        [
+            (partition._counts_by_client(np.full(10, 50), clients, 0.5, np.random.default_rng(seed)) > 0).sum(1)
+            for seed in range(150)
+        ]
+    )
+    error = held.std() * math.sqrt(2 / (150 * 5))
+    assert drawn[:, :5].mean() - drawn[:, -5:].mean() > 8 * error  # it is there
+    assert abs(held[:, :5].mean() - held[:, -5:].mean()) < 4 * error  # and cannot be seen
 
 
 def test_prior_follows_unbalanced_classes() -> None:

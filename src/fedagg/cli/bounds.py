@@ -15,7 +15,7 @@ from fedagg.cli.show import out
 
 if TYPE_CHECKING:
     from fedagg.theory.fixed_point import Pass
-    from fedagg.theory.from_run import Analysis
+    from fedagg.theory.from_run import Analysis, Statement
 
 SHOWN = 8  # rounds in the table
 
@@ -60,6 +60,11 @@ def iterate(analysis: Analysis, passes: int) -> list[Pass]:
     return algorithm_one(analysis.objective, analysis.start, c.alpha, c.epochs, c.lr, passes)
 
 
+def pair(one: Statement, t: int) -> str:
+    value = one.bounds[t].value
+    return f"{one.measured[t]:.3g} ≤ {value:.3g}" if value is not None else "-"
+
+
 def tell(analysis: Analysis, record: list[Pass]) -> None:
     from fedagg.theory import present
 
@@ -72,22 +77,26 @@ def tell(analysis: Analysis, record: list[Pass]) -> None:
         table.add_row(name, "-" if value is None else f"{value:.4g}", source)
     out.print(table)
 
-    table = Table(title=f"{analysis.rounds} rounds: in how many a bound holds, of those it applies to", title_justify="left")
-    for name in ("result", "of", "holds", "as printed", "why it does not apply"):
-        table.add_column(name, justify="right" if name in ("holds", "as printed") else "left")
+    table = Table(title=f"{analysis.rounds} rounds: where a bound applies, and holds", title_justify="left")
+    for name in ("result", "of", "holds", "as printed"):
+        table.add_column(name, justify="left" if name in ("result", "of") else "right")
     for one in analysis.statements:
-        table.add_row(one.result, one.what, present.verdict(one), present.verdict(one, printed=True), one.reason)
+        table.add_row(one.result, one.what, present.verdict(one), present.verdict(one, printed=True))
     out.print(table)
+    for one in analysis.statements:
+        if one.reason:
+            words = f"{one.result} ({one.what}) does not apply: {one.reason}"
+            out.print(words, markup=False, highlight=False, soft_wrap=True)
 
-    shown = [one for one in analysis.statements if one.applies]
-    table = Table(title="what happened ≤ what is proved", title_justify="left")
-    table.add_column("round", justify="right")
-    for one in shown:
-        table.add_column(f"{one.what}\n{one.result}", justify="right")
-    for t in sorted({round(k * (analysis.rounds - 1) / (SHOWN - 1)) for k in range(SHOWN)}):
-        cells = (f"{one.measured[t]:.4g} ≤ {one.bounds[t].value:.4g}" if one.bounds[t].applies else "-" for one in shown)
-        table.add_row(str(t + 1), *cells)
-    out.print(table)
+    shown = [analysis[name] for name in present.DRAWN if analysis[name].applies]
+    if shown:
+        table = Table(title="what happened ≤ what is proved", title_justify="left")
+        table.add_column("round", justify="right")
+        for one in shown:
+            table.add_column(one.what, justify="right", no_wrap=True)
+        for t in sorted({round(k * (analysis.rounds - 1) / (SHOWN - 1)) for k in range(SHOWN)}):
+            table.add_row(str(t + 1), *(pair(one, t) for one in shown))
+        out.print(table)
 
     if record:
         table = Table(title="Algorithm 1: what a pass leaves of the rates", title_justify="left")

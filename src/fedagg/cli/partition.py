@@ -81,7 +81,9 @@ def partition(
     if gradients:
         het.write_dissimilarity(folder / "gradients.csv", gradients)
 
-    rows = {split_name(config): here} | {f"dirichlet, σ = {value:g}": found for value, found in over.items()}
+    drawn = "dirichlet-class" if config.partition == "dirichlet-class" else "dirichlet"
+    rows = {split_name(config): here}
+    rows |= {"iid" if math.isinf(value) else f"{drawn}, σ = {value:g}": found for value, found in over.items()}
     if as_json:
         sys.stdout.write(json.dumps(summary(title, rows, gradients, folder)) + "\n")
         return
@@ -165,11 +167,11 @@ def tell(title: str, rows: dict[str, Distances], gradients: dict[str, Dissimilar
     from fedagg.theory.heterogeneity import METRICS
 
     table = Table(title=title, title_justify="left")
-    for column in ("split", "samples a client", "Wasserstein", "total variation", "Jensen-Shannon"):
+    for column in ("split", "samples", "Wasserstein", "TV", "JS"):
         table.add_column(column, justify="left" if column == "split" else "right")
     for name, one in rows.items():
         low, high = int(np.min(one.sizes)), int(np.max(one.sizes))
-        numbers = [f"{one.mean(metric):.3f} ± {one.spread(metric):.3f}" for metric in METRICS]
+        numbers = [f"{one.mean(metric):.2f} ± {one.spread(metric):.2f}" for metric in METRICS]
         table.add_row(name, str(low) if low == high else f"{low} to {high}", *numbers)
     out.print(table)
     for name, found in gradients.items():

@@ -102,7 +102,10 @@ def panel(one: Statement) -> Panel:
     series = [line("measured", one.measured, 0, strong=True), line("proved bound", values(one.bounds), 1)]
     series.append(line("printed bound", values(one.printed), 2))
     note = "" if one.applies else "\n(the bound does not apply)"
-    return Panel(f"{one.what}: {one.result}{note}", "round", one.what, [s for s in series if s.x], log=True)
+    drawn = [each for each in series if each.x]
+    seen = [value for each in drawn for value in each.y]
+    wide = bool(seen) and max(seen) > 20.0 * min(seen)
+    return Panel(f"{one.what}: {one.result}{note}", "round", one.what, drawn, log=wide)
 
 
 def line(name: str, numbers: Sequence[float], index: int, strong: bool = False) -> Series:

@@ -1,0 +1,177 @@
+"""The command line as people use it: what it prints, what it leaves behind, and how it says no."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fedagg import cli
+from fedagg.config import PRESETS, Config, make, resolve
+from fedagg.errors import SettingError
+
+TINY = ["--rounds", "2", "--clients", "20", "--participation", "0.1", "--epochs", "1"]
+
+
+def call(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(list(arguments))
+    assert isinstance(stop.value.code, int)
+    return stop.value.code
+
+
+def test_run_prints_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("run", *TINY, "--json", "--out", str(tmp_path / "run")) == 0
+    printed = json.loads(capsys.readouterr().out)
+    for key in (
+        "algorithm",
+        "dataset",
+        "model",
+        "partition",
+        "seed",
+        "rounds",
+        "accuracy",
+        "best_accuracy",
+        "loss",
+        "seconds",
+        "run",
+    ):
+        assert key in printed
+    assert printed["rounds"] == 2
+    assert 0 <= printed["accuracy"] <= printed["best_accuracy"] <= 1
+    files = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {"config.toml", "metrics.jsonl", "clients.jsonl", "model.safetensors", "environment.json"} <= files
+
+
+def test_a_run_folder_repeats_itself(tmp_path: Path) -> None:
+    assert call("run", *TINY, "--algorithm", "fedadam", "--quiet", "--out", str(tmp_path / "a")) == 0
+    assert call("run", str(tmp_path / "a" / "config.toml"), "--quiet", "--out", str(tmp_path / "b")) == 0
+    assert (tmp_path / "a" / "model.safetensors").read_bytes() == (tmp_path / "b" / "model.safetensors").read_bytes()
+    rows = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["round"] for row in rows] == [1, 2]
+    needed = {
+        "accuracy",
+        "loss",
+        "train_loss",
+        "rate_mean",
+        "rate_min",
+        "rate_max",
+        "passes",
+        "participants",
+        "left_out",
+        "seconds",
+    }
+    assert (needed | {"bytes_up", "bytes_down"}) <= rows[0].keys()
+    assert rows[0]["participants"] == 2
+
+
+def test_option_beats_file_beats_preset_beats_default(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('preset = "cifar10-cnn"\nlr = 0.5\nrounds = 7\n')
+    config = resolve({"rounds": 3}, file)
+    assert (config.rounds, config.lr, config.model, config.seed) == (3, 0.5, "cifar10-cnn", 0)
+    assert resolve({}, file, "mnist-linear").dataset == "mnist"
+
+
+@pytest.mark.parametrize(
+    ("preset", "lr", "batch", "rounds"),
+    [
+        ("mnist-linear", 0.01, 32, 30), ("mnist-cnn", 0.01, 32, 30), ("emnist-lenet5", 0.1, 64, 50),
+        ("cifar10-cnn", 0.1, 32, 100), ("cifar100-vgg11", 0.01, 64, 200),
+    ],
+)  # fmt: skip
+def test_presets_are_the_papers_table(preset: str, lr: float, batch: int, rounds: int) -> None:
+    config = make(PRESETS[preset])
+    assert (config.lr, config.batch_size, config.rounds, config.epochs, config.alpha) == (lr, batch, rounds, 3, 0.1)
+
+
+def test_the_toml_of_a_configuration_is_complete(tmp_path: Path) -> None:
+    config = Config(algorithm="fedprox", mu=0.3, sigma=float("inf"), head="x")
+    (tmp_path / "c.toml").write_text(config.toml())
+    assert resolve({}, tmp_path / "c.toml") == config
+
+
+def test_compare_makes_one_table_and_one_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("compare", "fedagg,fedavg", *TINY, "--quiet", "--out", str(tmp_path / "c")) == 0
+    printed = capsys.readouterr().out
+    assert "fedagg" in printed
+    assert "fedavg" in printed
+    assert (tmp_path / "c" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+    rows = [(tmp_path / "c" / name / "clients.jsonl").read_text().splitlines()[0] for name in ("fedagg", "fedavg")]
+    first, second = (json.loads(row) for row in rows)
+    assert first["clients"] == second["clients"]
+    assert first["loss"] == second["loss"]  # the first round is the same: same weights, batches and rate
+
+
+def test_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("list") == 0
+    printed = capsys.readouterr().out
+    for name in ("scaffold", "emnist-letters", "densenet121", "dirichlet-class", "batched", "cifar100-vgg11"):
+        assert name in printed
+
+
+BAD = [
+    (["--algorithm", "fedag"], "did you mean 'fedagg'"),
+    (["--dataset", "minst"], "did you mean 'mnist'"),
+    (["--model", "resnet"], "did you mean 'resnet18'"),
+    (["--engine", "bached"], "did you mean 'batched'"),
+    (["--preset", "mnist-liner"], "did you mean 'mnist-linear'"),
+    (["--participation", "0"], "participation = 0"),
+    (["--participation", "1.5"], "participation = 1.5"),
+    (["--alpha", "1"], "alpha = 1"),
+    (["--alpha", "0"], "alpha = 0"),
+    (["--partition", "dirichlet", "--sigma", "0"], "sigma = 0"),
+    (["--clients", "100000"], "clients = 100000"),
+    (["--rounds", "0"], "rounds = 0"),
+    (["--lr", "much"], "--lr"),
+    (["--nonsense", "1"], "--nonsense"),
+    (["--device", "toaster"], "device = 'toaster'"),
+    (["--estimator", "pretrain"], "needs --variant paper"),
+    (["--algorithm", "fedbabu"], "needs a model with a body"),
+    (["--resume", "/nowhere"], "is not a run folder"),
+    (["/nowhere.toml"], "there is no such file"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "hint"), BAD)
+def test_bad_input_is_one_line_and_status_2(
+    arguments: list[str], hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert call("run", *arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.strip().splitlines()) == 1
+    assert hint in captured.err
+    assert list(tmp_path.iterdir()) == []  # nothing half-written
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [("rounds = ", "is not TOML"), ("ronds = 3", "did you mean 'rounds'"), ("rounds = 'x'", "rounds"), ("[a]\nb = 1", "top level")],
+)
+def test_bad_files(text: str, hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.toml").write_text(text)
+    assert call("run", str(tmp_path / "c.toml"), "--out", str(tmp_path / "run")) == 2
+    assert hint in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_full_run_folder_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("run", *TINY, "--quiet", "--out", str(tmp_path / "run")) == 0
+    assert call("run", *TINY, "--quiet", "--out", str(tmp_path / "run")) == 2
+    assert "holds a run already" in capsys.readouterr().err
+
+
+def test_missing_data_says_how_to_get_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDAGG_DATA", str(tmp_path))
+    assert call("data", "where") == 0
+    assert str(tmp_path) in capsys.readouterr().out.replace("\n", "")
+
+
+def test_unknown_settings_from_python() -> None:
+    with pytest.raises(SettingError, match="rounds"):
+        make({"round": 3})

@@ -1,0 +1,77 @@
+"""The GPU kernels, run by Triton's interpreter on the CPU, against the same layers in torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("triton")
+
+from fedagg.engines.conv import Loop
+from fedagg.engines.fused import FusedConvolution, FusedPool, fused_step
+from fedagg.engines.stacked import MaxPool, ReLU
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+
+
+def close(ours: Tensor, theirs: Tensor) -> bool:
+    return float((ours - theirs).norm() / theirs.norm()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("n", "images", "channels", "outputs", "kernel", "padding", "side"),
+    [(3, 2, 1, 32, 5, 2, 12), (2, 3, 32, 64, 5, 2, 6), (2, 2, 16, 32, 5, 0, 10), (2, 2, 3, 20, 3, 1, 7), (2, 2, 32, 130, 3, 1, 4)],
+)
+def test_convolution(n: int, images: int, channels: int, outputs: int, kernel: int, padding: int, side: int) -> None:
+    x, w, b = (
+        random(n * images, channels, side, side, seed=1),
+        random(n, outputs, channels, kernel, kernel, seed=2),
+        random(n, outputs, seed=3),
+    )
+    fused, plain = FusedConvolution(n, padding), Loop(n, padding)
+    expected = plain.forward(x, w, b)
+    assert close(fused.forward(x, w, b), expected)
+    dy = random(*expected.shape, seed=4)
+    assert close(fused.input_gradient(x, dy, w), plain.input_gradient(x, dy, w))
+    ours, theirs = torch.full_like(w, torch.nan), torch.zeros_like(w)
+    fused.weight_gradient(x, dy, ours)
+    plain.weight_gradient(x, dy, theirs)
+    assert close(ours, theirs)
+
+
+@pytest.mark.parametrize("side", [8, 7])
+def test_relu_and_pooling_in_one(side: int) -> None:
+    x = random(3, 5, side, side, seed=1)
+    fused, pool, relu = FusedPool(), MaxPool(nn.MaxPool2d(2)), ReLU()
+    expected = relu.forward(pool.forward(x))
+    assert torch.equal(fused.forward(x), expected)
+    dy = random(*expected.shape, seed=2)
+    assert torch.equal(fused.backward(dy, True), pool.backward(relu.backward(dy, True), True))
+
+
+@pytest.mark.parametrize("terms", ["", "shift", "prox", "memory", "mask", "shift prox memory mask"])
+def test_the_whole_step_in_one(terms: str) -> None:
+    n, d = 3, 1500
+    w, g, memory = (random(n, d, seed=i) for i in range(3))
+    shift, start = random(d, seed=4), random(d, seed=5)
+    mask = (random(d, seed=6) > 0).float()
+    rate, own, prox = torch.tensor([0.0, 0.1, 0.7]), torch.tensor(0.3), torch.tensor(0.2)
+    step = own * g
+    if "shift" in terms:
+        step = step + shift
+    if "prox" in terms:
+        step = step + prox * (w - start)
+    if "memory" in terms:
+        step = step - memory
+    if "mask" in terms:
+        step = step * mask
+    expected = w - rate[:, None] * step
+    fused_step(
+        w, g, rate, own, prox, start, shift if "shift" in terms else None, memory if "memory" in terms else None,
+        mask if "mask" in terms else None, "prox" in terms,
+    )  # fmt: skip
+    assert torch.allclose(w, expected, atol=1e-6)
