@@ -43,10 +43,11 @@ class Block:
 
     @property
     def commands(self) -> list[list[str]]:
-        """The `fedagg` commands of a shell block, as argument lists. Lines that go on after a backslash are one."""
+        """The `fedagg` commands of a shell block, as argument lists. With prompts in it, lines without one are output; lines that
+        end on a backslash go on."""
         lines = self.code.replace("\\\n", " ").splitlines()
-        bare = (line.removeprefix("$ ").strip() for line in lines)
-        return [shlex.split(line, comments=True)[1:] for line in bare if line.startswith("fedagg ")]
+        prompted = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+        return [shlex.split(line, comments=True)[1:] for line in prompted or lines if line.startswith("fedagg ")]
 
 
 def blocks(page: Path) -> list[Block]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 from torch import Tensor
 
+from fedagg import meanfield
 from fedagg.errors import SettingError
 from fedagg.meanfield import (
     MeanField,
@@ -218,3 +219,18 @@ def test_agreement_at_its_ends() -> None:
 def test_distance_pace_by_hand() -> None:
     assert distance_pace(3.0, 36.0) == 0.5
     assert distance_pace(3.0, 0.0) == 0.0  # no gradient was met yet
+
+
+def test_departure_is_the_distance_from_the_models_end() -> None:
+    phi1 = rand(3, 7, seed=1)
+    model, ends = rand(4, 3, seed=2), rand(4, 7, seed=3)
+    expected = ((ends + model @ phi1).norm(dim=1) / ends.norm(dim=1)).mean()
+    ours = meanfield.departure(ends.square().sum(1), ends @ phi1.T, phi1 @ phi1.T, model)
+    assert ours == pytest.approx(float(expected))
+    assert meanfield.departure((model @ phi1).square().sum(1), -model @ phi1 @ phi1.T, phi1 @ phi1.T, model) == pytest.approx(
+        0, abs=1e-6
+    )
+
+
+def rand(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))

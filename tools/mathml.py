@@ -18,6 +18,8 @@ LETTER = re.compile(r'<mi mathvariant="(?P<style>monospace|script|double-struck)
 ALPHABETS = {"monospace": (0x1D670, 0x1D68A), "script": (0x1D4D0, 0x1D4EA), "double-struck": (0x1D538, 0x1D552)}
 DOUBLE_STRUCK = {"C": "ℂ", "N": "ℕ", "P": "ℙ", "Q": "ℚ", "R": "ℝ", "Z": "ℤ"}
 
+BAR = r'<mo stretchy="false" lspace="0" rspace="0">\1</mo>'
+
 
 def letter(found: re.Match[str]) -> str:
     style, character = found["style"], found["letter"]
@@ -29,8 +31,8 @@ def letter(found: re.Match[str]) -> str:
 
 def mathml(latex: str, block: bool) -> str:
     converted = LETTER.sub(letter, convert(latex, display="block" if block else "inline"))
-    for bar in ("&#x02016;", "&#x0007C;"):  # of norms: neither stretched nor spaced like a relation
-        converted = converted.replace(f"<mo>{bar}</mo>", f'<mo stretchy="false" lspace="0" rspace="0">{bar}</mo>')
+    # Bars of norms are neither stretched nor spaced like relations.
+    converted = re.sub(r'<mo(?: stretchy="false")?>(&#x02016;|&#x0007C;)</mo>', BAR, converted)
     if "\\" in converted:
         raise ValueError(f"cannot be written as MathML: {latex}")
     return converted

@@ -110,6 +110,22 @@ def agreement(mean_norm2: float, norm2_mean: float, count: int) -> float:
     return min(1.0, max(0.0, (count * ratio - 1.0) / (count - 1.0)))
 
 
+def departure(norm2: Tensor, along: Tensor, gram: Tensor, model: Tensor) -> float:
+    r"""How far clients end from where the model behind Theorem 1 puts them, relative to how far they moved; the mean over clients.
+
+    The model (Eq. 14) says $\Delta_i = -\sum_l a_{i,l}\phi_{1,l}$. Only inner products are needed:
+    $|\Delta_i + \sum_l a_{i,l}\phi_{1,l}|^2 = |\Delta_i|^2 + 2\sum_l a_{i,l}\,\Delta_i\cdot\phi_{1,l} + a_i^\top G a_i$.
+
+    Args:
+        norm2: squared lengths of the displacements, (n,).
+        along: their inner products with the rows of φ1, (n, m).
+        gram: phi1 @ phi1.T, (m, m).
+        model: the multiple a of each row that the model expects, (n, m).
+    """
+    gap2 = norm2 + 2 * (model * along).sum(1) + (model @ gram * model).sum(1)
+    return float((gap2.clamp_min(0.0) / norm2.clamp_min(1e-30)).sqrt().mean())
+
+
 def distance_pace(distance: float, gradients2: float) -> float:
     """Distance over gradients (Ivgi, Hinder, Carmon 2023): a step size that needs no tuning.
 

@@ -40,6 +40,7 @@ class FedAgg(Algorithm):
     pace: str = "weighted"
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
+        self.departure = math.nan
         self.reset(model)
 
     def reset(self, model: Model) -> None:
@@ -124,6 +125,9 @@ class FedAgg(Algorithm):
         gradient = (fresh - (1.0 - own) * phi1) / own
         phi2 = float(phi1.double().square().sum())
         along = out.along[:, 0] if out.along.shape[1] else torch.zeros_like(out.travel)
+        self.departure = math.nan
+        if self.number("known"):
+            self.departure = meanfield.departure(out.norm2, along[:, None], torch.tensor([[phi2]]).double(), out.travel[:, None])
         own2 = out.norm2 / out.travel**2 + 2 * (1 - own) * along / out.travel + (1 - own) ** 2 * phi2
         now = meanfield.agreement(float(gradient.double().square().sum()), float(own2.mean()) / own**2, len(out.clients))
         before = self.number("agreement") if self.number("known") else now
@@ -187,4 +191,5 @@ class FedAgg(Algorithm):
         return model
 
     def figures(self) -> dict[str, float]:
-        return {"pace": self.reference(), "own_share": self.own_share(), "caution": self.number("caution")}
+        now = {"pace": self.reference(), "own_share": self.own_share(), "caution": self.number("caution")}
+        return now | {"departure": self.departure}

@@ -16,7 +16,7 @@ from fedagg.algorithms.base import Algorithm, register
 from fedagg.clients import Clients, NoClients, Outcome
 from fedagg.engines.base import Work
 from fedagg.flat import Layout, Model
-from fedagg.meanfield import MeanField
+from fedagg.meanfield import MeanField, departure
 
 
 @register("fedagg-paper")
@@ -31,6 +31,7 @@ class FedAggPaper(Algorithm):
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
         self.epsilon = (float("nan"), float("nan"))
+        self.departure = float("nan")
 
     def prepare(self, model: Model, clients: Callable[[int], Clients], rounds: int) -> None:
         """`pretrain`: Algorithm 1 for every round of a rehearsal, before training proper."""
@@ -103,7 +104,11 @@ class FedAggPaper(Algorithm):
         else:
             out, field = self.estimate(clients)
             work = self.plan(field, out, clients)
-        return self.update(model, clients.train(work), clients)
+        out = clients.train(work)
+        if work.field is not None:
+            gram = (work.field.double() @ work.field.double().T).cpu()
+            self.departure = departure(out.norm2, out.along, gram, out.rates)
+        return self.update(model, out, clients)
 
     def remembered(self, clients: Clients) -> Work:
         """`history` (Remark 1): the last round's terms, re-centred on the new w̄. The first round runs at the base rate."""
@@ -119,4 +124,5 @@ class FedAggPaper(Algorithm):
         return super().update(model, out, clients)
 
     def figures(self) -> dict[str, float]:
-        return {"epsilon1": self.epsilon[0], "epsilon2": self.epsilon[1]} if self.passes > 1 else {}
+        passes = {"epsilon1": self.epsilon[0], "epsilon2": self.epsilon[1]} if self.passes > 1 else {}
+        return passes | {"departure": self.departure}

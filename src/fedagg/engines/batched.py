@@ -28,6 +28,7 @@ class Network(Protocol):
     w: Tensor
     g: Tensor
     buffers: Tensor
+    generator: torch.Generator | None  # of its dropout; without one it draws from torch's own
 
     def gradient(self, x: Tensor, y: Tensor, scale: Tensor) -> Tensor: ...
 
@@ -70,6 +71,8 @@ class Stage:
         self.mean = torch.zeros(n, d, device=device) if self.shape.trace else None
         self.stepper = Stepper(self.setting.local, self.network.w)
         self.plain = self.stepper.m is None and not self.setting.local.clip and not self.setting.local.weight_decay
+        terms = (self.shape.shift, self.shape.prox, self.shape.memory, self.shape.mask)
+        self.bare = self.plain and not any(terms)  # gradient descent and no more: one pass over the weights
 
     def reset(self) -> None:
         self.cursor.zero_()
@@ -100,6 +103,9 @@ class Stage:
 
     def update(self, active: Tensor) -> None:
         w, g = self.network.w, self.network.g
+        if self.bare:
+            w.addcmul_(g, self.rate * active * self.own, value=-1.0)
+            return
         d = self.stepper.gradient(g, w).mul_(self.own)
         if self.shift is not None:
             d += self.shift
@@ -171,7 +177,8 @@ class Batched:
         while waiting:
             group = waiting.pop(0)
             try:
-                chunk = self.train(model, work, group, memory)
+                with seeding.seeded_global(group[0].seed, self.setting.device):
+                    chunk = self.train(model, work, group, memory)
             except torch.cuda.OutOfMemoryError:
                 if len(group) == 1:
                     raise MemoryError from None
@@ -229,26 +236,27 @@ class Batched:
         gradients = torch.zeros(n, local.epochs, s.layout.d, device=device) if work.trace else None
         path = torch.zeros(n, local.epochs + 1, s.layout.d, device=device) if work.trace else None
         counts = torch.tensor([local.steps(size) for size in sizes], device=device)
-        with seeding.seeded_global(jobs[0].seed, device):
-            for epoch in range(epochs):
-                rates[:, epoch] = work.rates(epoch, network.w - model.w, high) * (epoch < made)
-                stage.rate.copy_(rates[:, epoch : epoch + 1])
-                shift = work.shift(epoch)
-                if stage.shift is not None and shift is not None:
-                    stage.shift.copy_(shift)
-                for step in range(per_epoch):
-                    if short is not None and step == per_epoch - 1:
-                        self.hand_over(stage, short, order[epoch * per_epoch + step, :, :tail])
-                    elif stage.graph is not None:
-                        stage.graph.replay()
-                    else:
-                        stage.step()
-                    if epoch == 0 and step == 0:
-                        first = stage.loss.clone()
-                if gradients is not None and path is not None and stage.mean is not None:
-                    gradients[:, epoch] = stage.mean / counts[:, None]
-                    stage.mean.zero_()
-                    path[:, epoch + 1 :] = (network.w - model.w)[:, None]
+        if network.generator is not None:
+            network.generator.manual_seed(jobs[0].seed)
+        for epoch in range(epochs):
+            rates[:, epoch] = work.rates(epoch, network.w - model.w, high) * (epoch < made)
+            stage.rate.copy_(rates[:, epoch : epoch + 1])
+            shift = work.shift(epoch)
+            if stage.shift is not None and shift is not None:
+                stage.shift.copy_(shift)
+            for step in range(per_epoch):
+                if short is not None and step == per_epoch - 1:
+                    self.hand_over(stage, short, order[epoch * per_epoch + step, :, :tail])
+                elif stage.graph is not None:
+                    stage.graph.replay()
+                else:
+                    stage.step()
+                if epoch == 0 and step == 0:
+                    first = stage.loss.clone()
+            if gradients is not None and path is not None and stage.mean is not None:
+                gradients[:, epoch] = stage.mean / counts[:, None]
+                stage.mean.zero_()
+                path[:, epoch + 1 :] = (network.w - model.w)[:, None]
 
         means, held = self.represent(work.represent, network, jobs) if work.represent else (None, None)
         return Chunk(

@@ -49,6 +49,8 @@ def pick(setting: Setting, wishes: Wishes) -> Engine:
     convolves = any(isinstance(m, nn.Conv2d) for m in setting.module.modules())
     cores = wishes.threads or os.cpu_count() or 1
     if setting.device.type == "cpu" and convolves:
+        if stacked.supported(setting.module, setting.x.dim() - 1):
+            return noted(Threaded(setting, cores, stacked.StackedNetwork), "no autograd; convolutions fill a core, not several")
         if cores > 1 and not draws(setting.module):
             return noted(Threaded(setting, cores), "convolutions fill a core, not several")
         return noted(Sequential(setting), "convolutions on a CPU gain nothing from stacking")

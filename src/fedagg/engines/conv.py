@@ -29,10 +29,10 @@ class Loop:
         self.n, self.padding, self.dtype = n, padding, torch.bfloat16 if half else torch.float32
 
     def forward(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        rows, filters = x.to(self.dtype).chunk(self.n), w.to(self.dtype).unbind()
+        rows, filters = channels_last(x).to(self.dtype).chunk(self.n), w.to(self.dtype).unbind()
         biases = b.to(self.dtype).unbind() if b is not None else [None] * self.n
         pieces = zip(rows, filters, biases, strict=True)
-        return torch.cat([functional.conv2d(xi, wi, bi, padding=self.padding).float() for xi, wi, bi in pieces])
+        return joined([functional.conv2d(xi, wi, bi, padding=self.padding).float() for xi, wi, bi in pieces])
 
     def backward(self, x: Tensor, dy: Tensor, w: Tensor, mask: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
         pads = [self.padding, self.padding]
@@ -43,11 +43,26 @@ class Loop:
 
     def input_gradient(self, x: Tensor, dy: Tensor, w: Tensor) -> Tensor:
         pieces = zip(x.chunk(self.n), dy.chunk(self.n), w.unbind(), strict=True)
-        return torch.cat([self.backward(xi, dyi, wi, [True, False, False])[0].float() for xi, dyi, wi in pieces])
+        return joined([self.backward(xi, dyi, wi, [True, False, False])[0].float() for xi, dyi, wi in pieces])
 
     def weight_gradient(self, x: Tensor, dy: Tensor, dw: Tensor) -> None:
-        for xi, dyi, dwi in zip(x.chunk(self.n), dy.chunk(self.n), dw.unbind(), strict=True):
+        for xi, dyi, dwi in zip(channels_last(x).chunk(self.n), dy.chunk(self.n), dw.unbind(), strict=True):
             dwi.copy_(self.backward(xi, dyi, dwi, [False, True, False])[1])
+
+
+def joined(pieces: list[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """x (N, C, H, W) in channels-last memory, and with strides that say so.
+
+    With one channel both orders are the same memory, torch takes it for the other one, and pooling what the convolution puts out takes
+    ten times as long.
+    """
+    count, channels, height, width = x.shape
+    strides = (channels * height * width, 1, channels * width, channels)
+    return x.contiguous(memory_format=torch.channels_last).as_strided(x.shape, strides)
 
 
 def make_convolution(form: str, n: int, padding: int, half: bool) -> Convolution:

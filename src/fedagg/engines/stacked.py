@@ -125,13 +125,13 @@ class MeanPool:
 class Dropout:
     """Every client and sample draws its own mask."""
 
-    def __init__(self, p: float) -> None:
-        self.p = p
+    def __init__(self, p: float, generator: torch.Generator | None) -> None:
+        self.p, self.generator = p, generator
 
     def forward(self, x: Tensor) -> Tensor:
         if self.p == 0.0:
             return x
-        self.keep = torch.empty_like(x).bernoulli_(1 - self.p).div_(1 - self.p)
+        self.keep = torch.empty_like(x).bernoulli_(1 - self.p, generator=self.generator).div_(1 - self.p)
         return x * self.keep
 
     def backward(self, dy: Tensor, need: bool) -> Tensor:
@@ -181,6 +181,8 @@ class StackedNetwork:
     def __init__(self, setting: Setting, n: int, conv: str = "loop") -> None:
         self.setting, self.n = setting, n
         layout, device = setting.layout, setting.device
+        # Its own where several threads may draw at once; a captured graph needs torch's.
+        self.generator = torch.Generator() if device.type == "cpu" else None
         self.w, self.g = torch.zeros(n, layout.d, device=device), torch.zeros(n, layout.d, device=device)
         self.buffers = torch.zeros(n, 0, device=device)
         weights, grads = dict(layout.weights(self.w)), dict(layout.weights(self.g))
@@ -209,7 +211,7 @@ class StackedNetwork:
         if isinstance(module, nn.AdaptiveAvgPool2d):
             return MeanPool()
         if isinstance(module, nn.Dropout):
-            return Dropout(module.p)
+            return Dropout(module.p, self.generator)
         return None
 
     def pair_up(self, fused: bool) -> None:

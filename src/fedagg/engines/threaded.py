@@ -1,4 +1,4 @@
-"""Several plain engines side by side, a thread and a core each, on images in channels-last memory.
+"""Several clients side by side, a thread and a core each, on images in channels-last memory.
 
 Convolutions of one small batch do not keep several cores busy, but one client a core does. Python's lock is no hindrance: the
 threads spend their time in kernels.
@@ -7,35 +7,47 @@ threads spend their time in kernels.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedagg.engines.base import Chunk, Job, Memory, Setting, Work
+from fedagg.engines.batched import Batched, Network
+from fedagg.engines.conv import channels_last
 from fedagg.engines.sequential import Sequential
 from fedagg.flat import Model
 
 
 class Threaded:
-    def __init__(self, setting: Setting, threads: int) -> None:
+    """`network` is a form of the network that trains without autograd, one copy a thread; without it, the plain engine does."""
+
+    def __init__(self, setting: Setting, threads: int, network: Callable[[Setting, int], Network] | None = None) -> None:
         if setting.x.dim() == 4:
-            setting.x = setting.x.contiguous(memory_format=torch.channels_last)
-        self.setting = setting
+            setting.x = channels_last(setting.x)
+        self.setting, self.network = setting, network
         self.own = threading.local()
         self.pool = ThreadPoolExecutor(threads, initializer=self.prepare)
         self.note = f"{threads} clients at a time, a thread and a core each"
 
     def prepare(self) -> None:
         torch.set_num_threads(1)
-        self.own.engine = Sequential(self.setting)
+        self.own.train = self.trainer()
+
+    def trainer(self) -> Callable[[Model, Work, Job, Tensor | None], Chunk]:
+        """Trains one client. Neither of the two touches torch's own generator here, which all threads share."""
+        if self.network is None:
+            return Sequential(self.setting).client
+        engine = Batched(self.setting, self.network, chunk=1)
+        return lambda model, work, job, own: engine.train(model, work, [job], None if own is None else Held(own))
 
     def run(self, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> Iterator[Chunk]:
         remembered = memory.read([job.client for job in jobs]) if memory is not None and work.memory else [None] * len(jobs)
 
         def client(index: int) -> Chunk:
-            chunk: Chunk = self.own.engine.client(model, work, jobs[index], remembered[index])
+            chunk: Chunk = self.own.train(model, work, jobs[index], remembered[index])
             return chunk
 
         # The longest first, so that no core waits long for another's last client; handed back in the order asked for.
@@ -43,6 +55,16 @@ class Threaded:
         futures = {index: self.pool.submit(client, index) for index in order}
         for index in range(len(jobs)):
             yield futures.pop(index).result()
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one client remembers, read beforehand: a store has one reader at a time."""
+
+    vector: Tensor
+
+    def read(self, clients: Sequence[int]) -> Tensor:
+        return self.vector[None]
 
 
 def draws(module: nn.Module) -> bool:
