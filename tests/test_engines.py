@@ -70,6 +70,13 @@ class Odd(nn.Module):
         return self.last((y + y.relu()).mean((2, 3)))  # type: ignore[no-any-return]
 
 
+def flat() -> nn.Sequential:
+    """A chain on flat samples, with nothing to flatten."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.0), nn.Linear(16, 3))
+
+
 def odd() -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -148,6 +155,16 @@ def test_client_optimisers_agree(make: Any, options: dict[str, Any]) -> None:
     expected = list(Sequential(setting).run(model, work, job_list(), None))
     for engine in forms(setting).values():
         assert_same(list(engine.run(model, work, job_list(), None)), expected)
+
+
+def test_a_chain_on_flat_samples_agrees() -> None:
+    setting = make_setting(flat(), (8,), Local(epochs=2, batch_size=4))
+    model = setting.layout.pack(setting.module)
+    for work in works(setting.layout.d).values():
+        if not work.memory:
+            expected = list(Sequential(setting).run(model, work, job_list(), None))
+            for engine in forms(setting).values():
+                assert_same(list(engine.run(model, work, job_list(), None)), expected)
 
 
 def test_stragglers_stop_early_in_every_form() -> None:

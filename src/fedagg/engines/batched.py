@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -177,8 +178,7 @@ class Batched:
         while waiting:
             group = waiting.pop(0)
             try:
-                with seeding.seeded_global(group[0].seed, self.setting.device):
-                    chunk = self.train(model, work, group, memory)
+                chunk = self.train(model, work, group, memory)
             except torch.cuda.OutOfMemoryError:
                 if len(group) == 1:
                     raise MemoryError from None
@@ -236,27 +236,26 @@ class Batched:
         gradients = torch.zeros(n, local.epochs, s.layout.d, device=device) if work.trace else None
         path = torch.zeros(n, local.epochs + 1, s.layout.d, device=device) if work.trace else None
         counts = torch.tensor([local.steps(size) for size in sizes], device=device)
-        if network.generator is not None:
-            network.generator.manual_seed(jobs[0].seed)
-        for epoch in range(epochs):
-            rates[:, epoch] = work.rates(epoch, network.w - model.w, high) * (epoch < made)
-            stage.rate.copy_(rates[:, epoch : epoch + 1])
-            shift = work.shift(epoch)
-            if stage.shift is not None and shift is not None:
-                stage.shift.copy_(shift)
-            for step in range(per_epoch):
-                if short is not None and step == per_epoch - 1:
-                    self.hand_over(stage, short, order[epoch * per_epoch + step, :, :tail])
-                elif stage.graph is not None:
-                    stage.graph.replay()
-                else:
-                    stage.step()
-                if epoch == 0 and step == 0:
-                    first = stage.loss.clone()
-            if gradients is not None and path is not None and stage.mean is not None:
-                gradients[:, epoch] = stage.mean / counts[:, None]
-                stage.mean.zero_()
-                path[:, epoch + 1 :] = (network.w - model.w)[:, None]
+        with seeded(network, jobs[0].seed, device):
+            for epoch in range(epochs):
+                rates[:, epoch] = work.rates(epoch, network.w - model.w, high) * (epoch < made)
+                stage.rate.copy_(rates[:, epoch : epoch + 1])
+                shift = work.shift(epoch)
+                if stage.shift is not None and shift is not None:
+                    stage.shift.copy_(shift)
+                for step in range(per_epoch):
+                    if short is not None and step == per_epoch - 1:
+                        self.hand_over(stage, short, order[epoch * per_epoch + step, :, :tail])
+                    elif stage.graph is not None:
+                        stage.graph.replay()
+                    else:
+                        stage.step()
+                    if epoch == 0 and step == 0:
+                        first = stage.loss.clone()
+                if gradients is not None and path is not None and stage.mean is not None:
+                    gradients[:, epoch] = stage.mean / counts[:, None]
+                    stage.mean.zero_()
+                    path[:, epoch + 1 :] = (network.w - model.w)[:, None]
 
         means, held = self.represent(work.represent, network, jobs) if work.represent else (None, None)
         return Chunk(
@@ -320,6 +319,14 @@ class Batched:
             means.append(sums / count.clamp_min(1)[:, None])
             counts.append(count)
         return torch.stack(means), torch.stack(counts)
+
+
+def seeded(network: Network, seed: int, device: torch.device) -> AbstractContextManager[None]:
+    """What the network draws from begins anew: its own generator, or torch's for a while."""
+    if network.generator is None:
+        return seeding.seeded_global(seed, device)
+    network.generator.manual_seed(seed)
+    return nullcontext()
 
 
 @torch.no_grad()

@@ -57,10 +57,10 @@ def joined(pieces: list[Tensor]) -> Tensor:
 def channels_last(x: Tensor) -> Tensor:
     """x (N, C, H, W) in channels-last memory, and with strides that say so.
 
-    With one channel both orders are the same memory, torch takes it for the other one, and pooling what the convolution puts out takes
-    ten times as long.
+    With one channel both orders are the same memory. Torch takes it for the other one, passes that on from layer to layer, and
+    pooling takes ten times as long.
     """
-    count, channels, height, width = x.shape
+    _, channels, height, width = x.shape
     strides = (channels * height * width, 1, channels * width, channels)
     return x.contiguous(memory_format=torch.channels_last).as_strided(x.shape, strides)
 

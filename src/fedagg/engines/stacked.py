@@ -182,7 +182,7 @@ class StackedNetwork:
         self.setting, self.n = setting, n
         layout, device = setting.layout, setting.device
         # Its own where several threads may draw at once; a captured graph needs torch's.
-        self.generator = torch.Generator() if device.type == "cpu" else None
+        self.generator: torch.Generator | None = torch.Generator() if device.type == "cpu" else None
         self.w, self.g = torch.zeros(n, layout.d, device=device), torch.zeros(n, layout.d, device=device)
         self.buffers = torch.zeros(n, 0, device=device)
         weights, grads = dict(layout.weights(self.w)), dict(layout.weights(self.g))

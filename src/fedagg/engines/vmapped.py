@@ -13,7 +13,8 @@ class VmappedNetwork:
     """n copies of a module: weights `w` (n, d), gradients `g` (n, d), buffers (n, b). Every client draws its own dropout."""
 
     def __init__(self, setting: Setting, n: int) -> None:
-        self.setting, self.n, self.generator = setting, n, None
+        self.setting, self.n = setting, n
+        self.generator: torch.Generator | None = None
         layout, device = setting.layout, setting.device
         self.w, self.g = torch.zeros(n, layout.d, device=device), torch.zeros(n, layout.d, device=device)
         self.buffers = torch.zeros(n, layout.b, device=device)
