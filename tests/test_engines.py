@@ -280,7 +280,8 @@ def test_auto_says_what_it_picked() -> None:
 
     assert "stacked" in note(nn.Sequential(nn.Flatten(), nn.Linear(128, 3)))
     assert "thread" in note(chain())
-    assert "one client at a time" in note(chain(dropout=0.5))
+    assert "thread" in note(chain(dropout=0.5))
+    assert "one client at a time" in note(nn.Sequential(chain(dropout=0.5)))  # no plain chain, and it draws
 
 
 def test_same_seed_same_bytes(tmp_path: Path) -> None:

@@ -161,21 +161,6 @@ def test_a_class_that_runs_out_is_drawn_again_from_the_others() -> None:
     assert (np.abs(means[0] - means[1]) < 4 * errors).all()
 
 
-def test_numbers_do_not_tell_who_drew_last() -> None:
-    """Who draws last is left with the fewest classes; over many splits every client is so equally often."""
-    labels, clients = np.repeat(np.arange(10), 50), 20
-    held = np.array([[len(np.unique(labels[part])) for part in dirichlet(labels, clients, 0.5, seed)] for seed in range(150)])
-    drawn = np.array(
-        [
-            (partition._counts_by_client(np.full(10, 50), clients, 0.5, np.random.default_rng(seed)) > 0).sum(1)
-            for seed in range(150)
-        ]
-    )
-    error = held.std() * math.sqrt(2 / (150 * 5))
-    assert drawn[:, :5].mean() - drawn[:, -5:].mean() > 8 * error  # it is there
-    assert abs(held[:, :5].mean() - held[:, -5:].mean()) < 4 * error  # and cannot be seen
-
-
 def test_prior_follows_unbalanced_classes() -> None:
     labels = np.repeat([0, 1], [900, 100])
     shares = [np.mean(labels[dirichlet(labels, 10, 5.0, seed)[0]]) for seed in range(400)]

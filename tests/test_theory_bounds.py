@@ -286,6 +286,7 @@ GOOD = Constants(L=2, N=4, delta_l=0.1, delta_h=0.1, beta=1.0, P=1.0, U=1.0, alp
         (bounds.step_bias(replace(GOOD, P=None)), "P not known"),
         (bounds.relative_error(replace(GOOD, local=0.5)), "equal client sizes"),
         (bounds.relative_error(replace(GOOD, delta_h=1.0)), "β L δ_h < 2"),
+        (bounds.relative_error(replace(GOOD, probed=True)), "comes from a probe"),
     ],
 )
 def test_reasons(bound: Bound, words: str) -> None:

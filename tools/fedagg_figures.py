@@ -1,6 +1,6 @@
 """Draw docs/images/base-rate.png from results/: accuracy against the base rate, FedAgg beside FedAvg.
 
-    python tools/fedagg_figures.py
+python tools/fedagg_figures.py
 """
 
 from __future__ import annotations

@@ -66,9 +66,9 @@ def dirichlet(labels: Labels, clients: int, sigma: float, seed: int = 0, by: str
 
     by="client" (Hsu et al. 2019): clients of equal size, each with its own mix of classes drawn from
     Dir(sigma * C * p), where p is the mix of all C classes: with balanced classes, concentration sigma per class.
-    What does not divide evenly is left out. Clients draw one after the other, in an order that their numbers do not
-    tell. by="class" (NIID-Bench): each class is dealt to the clients in shares
-    drawn from Dir(sigma), and sizes differ. An infinite sigma is the IID split.
+    What does not divide evenly is left out. Clients draw one after the other, in the order of their numbers, so the last
+    ones take what is left. by="class" (NIID-Bench): each class is dealt to the clients in shares drawn from Dir(sigma),
+    and sizes differ. An infinite sigma is the IID split.
     """
     labels = _checked(labels, clients)
     if by not in ("client", "class"):
@@ -86,11 +86,7 @@ def dirichlet(labels: Labels, clients: int, sigma: float, seed: int = 0, by: str
     if counts is None:
         why = f"each of {_TRIES} draws left one of the {clients} clients without samples"
         raise SettingError("sigma", sigma, f"{why}; raise sigma, lower clients, or split by client")
-    parts = _deal(classes, sizes, counts, rng)
-    if by == "client":
-        # Those who draw last take what is left, and are the most skewed: who is who must not say so.
-        parts = [parts[drawer] for drawer in rng.permutation(clients).tolist()]
-    return parts
+    return _deal(classes, sizes, counts, rng)
 
 
 def from_file(path: str | os.PathLike[str]) -> npt.NDArray[np.int64]:

@@ -59,7 +59,7 @@ def facts(result: dict[str, Any]) -> list[str]:
     if result["peak_rate"]:
         kind = t["precision"] if m["device"] != "cpu" else "fp32"
         peak, needed = result["peak_rate"] / 1e9, result["operations_per_round"] / 1e9
-        lines.append(f"peak {peak:,.0f} GFLOP/s in a large {kind} matrix product; the job is {needed:,.1f} GFLOP a round")
+        lines.append(f"peak {peak:,.0f} GFLOP/s in a large {kind} matrix product; the job is {needed:,.4g} GFLOP a round")
     return lines + [f"{row['rival']}: {row['note']}" for row in result["rows"] if row["note"]]
 
 

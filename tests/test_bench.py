@@ -1,0 +1,143 @@
+"""`fedagg bench`: every rival does the same job, in a process of its own, and the table says what was seen."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedagg.bench import measure, ours, peak, plain, table, worker
+from fedagg.bench.rivals import RIVALS
+from fedagg.bench.task import Task
+from fedagg.errors import SettingError
+
+TINY = Task(clients=6, participation=0.5, rounds=2, samples=40, epochs=1)
+
+
+@pytest.fixture(scope="module")
+def result() -> dict[str, Any]:
+    return measure.bench(TINY, ["plain", "sequential", "batched"], passes=1)
+
+
+def test_every_rival_is_timed(result: dict[str, Any]) -> None:
+    rows = {row["rival"]: row for row in result["rows"]}
+    assert list(rows) == ["plain", "sequential", "batched"]
+    for row in rows.values():
+        assert row["failure"] is None
+        assert len(row["seconds"]) == TINY.rounds
+        assert 0 < row["fastest"] <= row["median"] <= row["slowest"]
+        assert row["startup"] > 0
+        assert row["ratio"] == pytest.approx(rows["plain"]["median"] / row["median"])
+        assert row["share_of_peak"] == pytest.approx(result["operations_per_round"] / row["median"] / result["peak_rate"])
+    assert "stacked" in rows["batched"]["note"]
+    assert rows["plain"]["ratio"] == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+def test_memory_is_that_of_the_process_and_its_children(result: dict[str, Any]) -> None:
+    assert all(20 << 20 < row["memory"] < 8 << 30 for row in result["rows"])
+    child = subprocess.Popen([sys.executable, "-c", "held = b'x' * 90_000_000; print(flush=True); input()"],
+                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    try:
+        alone = worker.status(os.getpid())["VmHWM"] * 1024
+        assert child.stdout is not None
+        child.stdout.readline()
+        both = worker.resident()
+        assert both is not None
+        assert both - alone > 90_000_000
+    finally:
+        child.communicate(b"\n")
+
+
+def test_operations_are_counted() -> None:
+    # Forward, and backward for the weights alone: two products of samples × 784 × 10, two operations each.
+    each = 2 * 2 * 784 * 10
+    assert peak.operations(TINY) == each * TINY.samples * TINY.epochs * TINY.per_round
+
+
+def test_rivals_do_the_same_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without shuffling, the yardstick's model is the engine's to rounding: neither skips any of the work."""
+    task = Task(clients=3, participation=1.0, rounds=1, samples=40, epochs=2, lr=0.1)
+    ends: list[torch.Tensor] = []
+    monkeypatch.setattr(plain, "batches", lambda x, y, size: zip(x.split(size), y.split(size), strict=True))
+    monkeypatch.setattr("fedagg.seeding.batches", lambda seed, size, epochs: torch.arange(size).expand(epochs, -1))
+
+    class Watched(Task):
+        def module(self) -> torch.nn.Module:
+            made = super().module()
+            self.__dict__["last"] = made
+            return made
+
+    watched = Watched(**vars(task))
+    plain.run(watched, lambda: None)
+    ends.append(torch.cat([p.detach().flatten() for p in watched.__dict__["last"].parameters()]))
+    monkeypatch.setattr("fedagg.algorithms.fedavg.FedAvg.update", keeping(ends))
+    ours.run("batched", task, lambda: None)
+    assert len(ends) == 3
+    assert torch.allclose(ends[0], ends[-1], atol=1e-5)
+
+
+def keeping(ends: list[torch.Tensor]) -> Any:
+    def update(self: Any, model: Any, out: Any, clients: Any) -> Any:
+        moved = model.moved(out.mean, out.buffers)
+        ends.append(moved.w)
+        return moved
+
+    return update
+
+
+def test_the_page_and_the_numbers_are_kept(result: dict[str, Any], tmp_path: Path) -> None:
+    page = table.keep(result, tmp_path)
+    text = page.read_text()
+    assert page.name.endswith("-linear.md")
+    assert page.name.startswith(result["machine"]["date"])
+    assert json.loads(page.with_suffix(".json").read_text()) == result
+    assert sum(line.startswith("| ") for line in text.splitlines()) == 1 + len(result["rows"])
+    assert result["machine"]["torch"] in text
+    assert f"{result['rows'][2]['ratio']:.2f}" in text
+
+
+def test_what_cannot_run_is_said_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(rival: str, task: Task) -> dict[str, Any]:
+        if rival in ("batched", "peak"):
+            raise measure.Failed("it broke")
+        return {"seconds": [2.0, 4.0, 3.0], "first": 10.0, "memory": 5, "device_memory": None, "note": None}
+
+    monkeypatch.setattr(measure, "launch", launch)
+    monkeypatch.setattr("fedagg.bench.rivals.util.find_spec", lambda name: None)
+    found = measure.bench(TINY, ["plain", "batched", "flower"], passes=2)
+    assert [row["failure"] for row in found["rows"]] == [None, "it broke", "not installed"]
+    assert (found["rows"][0]["median"], found["rows"][0]["startup"]) == (3.0, 7.0)
+    assert len(found["rows"][0]["seconds"]) == 6
+    assert found["rows"][0]["share_of_peak"] is None
+    assert "it broke" in table.page(found)
+
+
+def test_a_worker_that_dies_says_why() -> None:
+    with pytest.raises(measure.Failed, match="model"):
+        measure.launch("plain", Task(model="nonesuch"))
+
+
+def test_names_are_checked() -> None:
+    with pytest.raises(SettingError, match="did you mean 'flower'"):
+        measure.bench(TINY, ["flowr"])
+
+
+def test_the_command_prints_one_object(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from fedagg.cli import main
+
+    seen = {"seconds": [1.0], "first": 2.0, "memory": 5, "device_memory": 7, "note": "so", "rate": 1.0, "operations": 1.0}
+    monkeypatch.setattr(measure, "launch", lambda rival, task: seen)
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", "--model", "mnist-cnn", "--rivals", "plain,auto", "--device", "cpu", "--json", "--rounds", "1"])
+    assert stop.value.code == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["task"]["model"] == "mnist-cnn"
+    assert [row["rival"] for row in printed["rows"]] == ["plain", "auto"]
+    assert set(RIVALS) == {"plain", "sequential", "batched", "auto", "flower", "pfl"}

@@ -1,0 +1,88 @@
+"""The processor's form of convolutions, and clients side by side in threads: the same numbers as the plain engine's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fedagg.engines import Sequential, stacked
+from fedagg.engines.base import Job, Local, Work
+from fedagg.engines.conv import Loop, channels_last
+from fedagg.engines.threaded import Threaded
+from fedagg.memory import ClientMemory
+from test_engines import assert_same, chain, job_list, joined, make_setting, works
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 5, 4), (2, 3, 5, 4), (1, 1, 1, 1)])
+def test_strides_say_channels_last(shape: tuple[int, ...]) -> None:
+    x = torch.rand(2 * shape[0], *shape[1:])[shape[0] :]  # a view that does not begin where its memory does
+    y = channels_last(x)
+    assert torch.equal(x, y)
+    assert y.stride() == (y[0].numel(), 1, shape[3] * shape[1], shape[1])
+
+
+def test_one_channel_passes_the_order_on() -> None:
+    y = Loop(1, padding=1).forward(torch.rand(4, 1, 8, 8), torch.rand(1, 6, 1, 3, 3), None)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("channels", [1, 2])
+def test_loop_agrees_with_autograd(n: int, channels: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    x, w = torch.rand(n * 4, channels, 7, 6, generator=g), torch.rand(n, 5, channels, 3, 3, generator=g)
+    b, dy = torch.rand(n, 5, generator=g), torch.rand(n * 4, 5, 7, 6, generator=g)
+    kernel, dw = Loop(n, padding=1), torch.zeros_like(w)
+    kernel.weight_gradient(x, dy, dw)
+    for i, rows in enumerate(torch.arange(n * 4).split(4)):
+        leaf, filters = x[rows].requires_grad_(), w[i].clone().requires_grad_()
+        y = functional.conv2d(leaf, filters, b[i], padding=1)
+        y.backward(dy[rows])
+        assert leaf.grad is not None
+        assert filters.grad is not None
+        assert torch.allclose(kernel.forward(x, w, b)[rows], y, atol=1e-5)
+        assert torch.allclose(kernel.input_gradient(x, dy, w)[rows], leaf.grad, atol=1e-5)
+        assert torch.allclose(dw[i], filters.grad, atol=1e-4)
+
+
+def single(dropout: float = 0.0) -> nn.Sequential:
+    """Images of one channel, where the two orders of memory look alike."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        return nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(dropout), nn.Linear(64, 3)
+        )
+
+
+@pytest.mark.parametrize("kind", ["plain", "prox", "mixed", "per client", "memory", "mask", "trace"])
+@pytest.mark.parametrize(("make", "shape"), [(single, (1, 8, 8)), (chain, (2, 8, 8))])
+def test_threads_without_autograd_agree_with_the_plain_engine(make: Any, shape: tuple[int, ...], kind: str) -> None:
+    setting = make_setting(make(), shape, Local(epochs=2, batch_size=4))
+    work, model = works(setting.layout.d)[kind], setting.layout.pack(setting.module)
+    memory = ClientMemory(4, setting.layout.d)
+    for client in range(4):
+        memory.write(client, 0.01 * torch.randn(setting.layout.d, generator=torch.Generator().manual_seed(client)))
+    expected = list(Sequential(setting).run(model, work, job_list(), memory))
+    ours = list(Threaded(setting, 2, stacked.StackedNetwork).run(model, work, job_list(), memory))
+    assert [chunk.jobs[0].client for chunk in ours] == [0, 1, 2, 3]
+    assert_same(ours, expected)
+
+
+def test_dropout_in_threads_repeats_by_seed_and_leaves_torch_alone() -> None:
+    setting = make_setting(single(0.5), (1, 8, 8), Local(epochs=2, batch_size=4))
+    jobs = [Job(client=i, samples=torch.arange(8), epochs=2, seed=seed, position=i) for i, seed in enumerate((5, 6, 5, 7))]
+    work, model = Work(rate=torch.full((2,), 0.5, dtype=torch.float64)), setting.layout.pack(setting.module)
+
+    def deltas(threads: int) -> Tensor:
+        return joined(list(Threaded(setting, threads, stacked.StackedNetwork).run(model, work, jobs, None)))["delta"]
+
+    before = torch.get_rng_state()
+    one, two = deltas(1), deltas(2)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(one, two)  # whoever else draws at the same time
+    assert torch.equal(one[0], one[2])
+    assert not torch.equal(one[0], one[1])
