@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fedagg import engines
+from fedagg.config import Config
 from fedagg.engines import Sequential, stacked
 from fedagg.engines.base import Job, Local, Work
 from fedagg.engines.conv import Loop, channels_last
@@ -47,6 +49,32 @@ def test_loop_agrees_with_autograd(n: int, channels: int) -> None:
         assert torch.allclose(kernel.forward(x, w, b)[rows], y, atol=1e-5)
         assert torch.allclose(kernel.input_gradient(x, dy, w)[rows], leaf.grad, atol=1e-5)
         assert torch.allclose(dw[i], filters.grad, atol=1e-4)
+
+
+class Viewing(nn.Module):
+    """Flattens as many people's modules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(2, 4, 3), nn.Linear(144, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return self.last(y.view(len(y), -1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("module", "ordered"), [(Viewing(), False), (chain(), True), (nn.Flatten(), False)])
+@pytest.mark.parametrize("engine", ["auto", "sequential"])
+def test_images_are_laid_out_where_the_module_takes_it(module: nn.Module, ordered: bool, engine: str) -> None:
+    setting = make_setting(module, (2, 8, 8), Local(epochs=1, batch_size=4))
+    before = setting.x.clone()
+    built = engines.build(engine, setting, Config(threads=2))
+    assert torch.equal(setting.x, before)
+    assert setting.x.is_contiguous(memory_format=torch.channels_last) == ordered
+    if setting.layout.d:
+        work = Work(rate=torch.full((1,), 0.1, dtype=torch.float64))
+        chunks = list(built.run(setting.layout.pack(module), work, job_list(1), None))
+        assert len(chunks) == 4
 
 
 def single(dropout: float = 0.0) -> nn.Sequential:

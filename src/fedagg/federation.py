@@ -155,14 +155,7 @@ def run(
     if layout.d == 0:
         raise SettingError("model", config.model, "has no trainable parameters")
 
-    local = Local(
-        epochs=config.epochs,
-        batch_size=config.batch_size,
-        optimizer=config.client_optimizer,
-        momentum=config.momentum,
-        weight_decay=config.weight_decay,
-        clip=config.clip,
-    )
+    local = client_options(config)
     setting = Setting(module, data.x_train, data.y_train, data.classes, local, device, loss)
     algorithm = algorithms.build(config.method, config.model_dump())
     now = layout.pack(module).to(device)
@@ -298,6 +291,18 @@ def run(
     for callback in callbacks:
         callback.finished(result)
     return result
+
+
+def client_options(config: Config) -> Local:
+    """How the configuration has clients take a step."""
+    return Local(
+        epochs=config.epochs,
+        batch_size=config.batch_size,
+        optimizer=config.client_optimizer,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        clip=config.clip,
+    )
 
 
 class Samples:

@@ -1,4 +1,4 @@
-"""Several clients side by side, a thread and a core each, on images in channels-last memory.
+"""Several clients side by side, a thread and a core each.
 
 Convolutions of one small batch do not keep several cores busy, but one client a core does. Python's lock is no hindrance: the
 threads spend their time in kernels.
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from fedagg.engines.base import Chunk, Job, Memory, Setting, Work
 from fedagg.engines.batched import Batched, Network
-from fedagg.engines.conv import channels_last
 from fedagg.engines.sequential import Sequential
 from fedagg.flat import Model
 
@@ -25,8 +24,6 @@ class Threaded:
     """`network` is a form of the network that trains without autograd, one copy a thread; without it, the plain engine does."""
 
     def __init__(self, setting: Setting, threads: int, network: Callable[[Setting, int], Network] | None = None) -> None:
-        if setting.x.dim() == 4:
-            setting.x = channels_last(setting.x)
         self.setting, self.network = setting, network
         self.own = threading.local()
         self.pool = ThreadPoolExecutor(threads, initializer=self.prepare)

@@ -26,9 +26,9 @@ from fedagg import algorithms, checkpoint, record
 from fedagg.checkpoint import Checkpoint
 from fedagg.clients import Clients, NoClients
 from fedagg.config import Config
-from fedagg.engines.base import Chunk, Job, Local, Memory, Work
+from fedagg.engines.base import Chunk, Job, Memory, Work
 from fedagg.errors import SettingError
-from fedagg.federation import describe, describe_clients, freeze, revive
+from fedagg.federation import client_options, describe, describe_clients, freeze, revive
 from fedagg.flat import Layout, Model
 from fedagg.flower import messages
 from fedagg.flower.conversation import Conversation
@@ -126,14 +126,7 @@ class FedAggStrategy(Strategy):
             raise SettingError("model", type(module).__name__, "has no trainable parameters")
         if secure and self.layout.b:
             raise SettingError("secure", True, "needs a model without buffers; use group instead of batch normalisation")
-        self.local = Local(
-            epochs=config.epochs,
-            batch_size=config.batch_size,
-            optimizer=config.client_optimizer,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-            clip=config.clip,
-        )
+        self.local = client_options(config)
         self.members = Members(self.layout)
         self.downlink = Downlink(config.downlink_bits, config.seed)
         self.algorithm = algorithms.build(config.method, config.model_dump())
