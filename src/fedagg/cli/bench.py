@@ -23,14 +23,14 @@ RIVAL_HELP = f"who takes part, of {', '.join(RIVALS)}; those that are not instal
 
 def bench(
     *,
-    model: Annotated[str, typer.Option(help=f"the network [{'|'.join(models.names())}]")] = "linear",
+    model: Annotated[str, typer.Option(help=f"the network, of {', '.join(models.names())}")] = "linear",
     clients: Annotated[int, typer.Option(min=1, help="clients in the federation")] = 100,
     participation: Annotated[float, typer.Option(help="share of the clients that takes part in a round")] = 0.2,
     rounds: Annotated[int, typer.Option(min=1, help="timed rounds of every rival and pass")] = 5,
     samples: Annotated[int, typer.Option(min=1, help="samples of every client")] = 600,
     passes: Annotated[int, typer.Option(min=1, help="how often the rivals take turns")] = 2,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:0, ...")] = "auto",
-    precision: Annotated[str, typer.Option(help="our arithmetic on a GPU [tf32|fp32|bf16]")] = "tf32",
+    precision: Annotated[str, typer.Option(help="our arithmetic on a GPU, of tf32, fp32, bf16")] = "tf32",
     rivals: Annotated[str, typer.Option(help=RIVAL_HELP)] = ",".join(RIVALS),
     out_dir: Annotated[Path | None, typer.Option("--out", help="keep the table in this folder, as JSON and Markdown")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
