@@ -24,7 +24,7 @@ def option(name: str) -> inspect.Parameter:
     default = field.default
     text = field.description or ""
     if choices(name):
-        text += f" [{'|'.join(choices(name))}]"
+        text += f": {', '.join(choices(name))}"
     if default is not None:
         text += f" (default {default})"
     flag = f"--{name.replace('_', '-')}"
@@ -33,7 +33,7 @@ def option(name: str) -> inspect.Parameter:
 
 
 def preset() -> inspect.Parameter:
-    text = f"one of the paper's settings [{'|'.join(PRESETS)}]"
+    text = f"one of the paper's settings: {', '.join(PRESETS)}"
     return parameter("preset", Annotated[str | None, typer.Option("--preset", help=text, show_default=False)])
 
 
