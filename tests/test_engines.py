@@ -316,7 +316,8 @@ def test_two_processes_are_one(algorithm: str, tmp_path: Path) -> None:
         [*torchrun, *arguments, "--engine", "distributed", "--out", str(together)],
         [sys.executable, "-m", "fedagg", *arguments, "--engine", "sequential", "--out", str(alone)],
     ):
-        subprocess.run(command, check=True, env=environment, capture_output=True, timeout=60)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr[-3000:]
     ours, expected = (load_file(folder / "model.safetensors") for folder in (together, alone))
     for name in expected:
         assert torch.allclose(ours[name], expected[name], rtol=1e-4, atol=1e-6)

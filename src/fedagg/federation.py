@@ -288,6 +288,8 @@ def run(
             figures=figures,
         )
         book.result(result.summary())
+    if team is not None and not interrupted:
+        team.part()
     for callback in callbacks:
         callback.finished(result)
     return result

@@ -6,6 +6,7 @@ per client and sums of vectors are all-reduced, so that every process takes the 
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +33,12 @@ class Team:
         if not distributed.is_initialized():
             signal.signal(signal.SIGTERM, end_cleanly)
             distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+            atexit.register(distributed.destroy_process_group)
         self.device, self.rank, self.size = device, distributed.get_rank(), distributed.get_world_size()
+
+    def part(self) -> None:
+        """Wait for one another at the end: a process that left early would look like one that died."""
+        self.sum(torch.zeros(1))
 
     def sum(self, tensor: Tensor) -> Tensor:
         return self.reduce(tensor, distributed.ReduceOp.SUM)
@@ -46,12 +52,14 @@ class Team:
         try:
             distributed.all_reduce(there, how)
         except RuntimeError as error:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun is about to send it: what was done is being saved
             raise PeerGone("another process of the run is gone; start all of them again with --resume") from error
         return there.to(tensor.device)
 
 
 def end_cleanly(number: int, frame: FrameType | None) -> None:
-    """torchrun ends the others when one process dies."""
+    """torchrun ends the others when one process dies: once is enough, what was done is being saved."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise PeerGone("asked to stop, most likely because another process of the run is gone; start again with --resume")
 
 
