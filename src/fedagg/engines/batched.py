@@ -62,6 +62,7 @@ class Stage:
         self.order = torch.zeros(self.capacity, n, batch, dtype=torch.int64, device=device)
         self.scale = torch.zeros(self.capacity, n, batch, device=device)
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
+        self.x = self.setting.x[: n * batch].new_empty(n * batch, *self.setting.x.shape[1:])
         self.rate = torch.zeros(n, 1, device=device)
         self.loss = torch.zeros(n, device=device)
         self.own, self.prox = torch.ones((), device=device), torch.zeros((), device=device)
@@ -88,7 +89,11 @@ class Stage:
         order = self.order.index_select(0, self.cursor)[0]
         scale = self.scale.index_select(0, self.cursor)[0]
         flat = order.view(-1)
-        loss = self.network.gradient(self.setting.x.index_select(0, flat), self.setting.y.index_select(0, flat), scale)
+        if self.x.is_contiguous():
+            torch.index_select(self.setting.x, 0, flat, out=self.x)
+        else:
+            self.x = self.setting.x.index_select(0, flat)
+        loss = self.network.gradient(self.x, self.setting.y.index_select(0, flat), scale)
         self.loss += loss
         if self.mean is not None:
             self.mean += self.network.g
