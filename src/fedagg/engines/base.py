@@ -51,12 +51,12 @@ class Work:
     trace: bool = False  # keep every epoch's mean gradient and starting point
     represent: str | None = None  # the head whose input is averaged per class after training (FedGH)
 
-    def rates(self, epoch: int, moved: Tensor, high: float | Tensor) -> Tensor:
-        """η_{i,l} of clients that have moved by `moved` (n, d) from the round's start, (n,)."""
-        rate = self.rate[epoch].to(moved).expand(len(moved))
+    def rates(self, epoch: int, w: Tensor, start: Tensor, high: float | Tensor) -> Tensor:
+        """η_{i,l} of clients that stand at `w` (n, d) and began the round at `start` (d,): (n,)."""
+        rate = self.rate[epoch].to(w).expand(len(w))
         if self.slope is not None and self.field is not None:
-            direction = self.slope[epoch].to(moved) @ self.field
-            rate = bound_rates(rate + moved @ direction, self.low, high)
+            direction = self.slope[epoch].to(w) @ self.field
+            rate = bound_rates(rate + (w - start) @ direction, self.low, high)
         return rate
 
     def shift(self, epoch: int) -> Tensor | None:

@@ -243,7 +243,7 @@ class Batched:
         counts = torch.tensor([local.steps(size) for size in sizes], device=device)
         with seeded(network, jobs[0].seed, device):
             for epoch in range(epochs):
-                rates[:, epoch] = work.rates(epoch, network.w - model.w, high) * (epoch < made)
+                rates[:, epoch] = work.rates(epoch, network.w, model.w, high) * (epoch < made)
                 stage.rate.copy_(rates[:, epoch : epoch + 1])
                 shift = work.shift(epoch)
                 if stage.shift is not None and shift is not None:

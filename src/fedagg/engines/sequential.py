@@ -37,7 +37,7 @@ class Sequential:
         order, steps = job.order().to(s.device), 0
 
         for epoch in range(job.epochs):
-            rate = rates[epoch] = work.rates(epoch, (space.w - model.w)[None], high)[0]
+            rate = rates[epoch] = work.rates(epoch, space.w[None], model.w, high)[0]
             shift = work.shift(epoch)
             batches = order[epoch].split(local.batch_size)
             for batch in batches:
