@@ -39,7 +39,7 @@ def test_loop_agrees_with_autograd(n: int, channels: int) -> None:
     x, w = torch.rand(n * 4, channels, 7, 6, generator=g), torch.rand(n, 5, channels, 3, 3, generator=g)
     b, dy = torch.rand(n, 5, generator=g), torch.rand(n * 4, 5, 7, 6, generator=g)
     kernel, dw = Loop(n, padding=1), torch.zeros_like(w)
-    kernel.weight_gradient(x, dy, dw)
+    kernel.weight_gradient(x, dy, dw, None)
     for i, rows in enumerate(torch.arange(n * 4).split(4)):
         leaf, filters = x[rows].requires_grad_(), w[i].clone().requires_grad_()
         y = functional.conv2d(leaf, filters, b[i], padding=1)

@@ -9,6 +9,7 @@ pytest.importorskip("flwr", reason="needs fedagg[flower]")
 import numpy as np
 import torch
 from flwr.app import Array, Error, Message
+from flwr.common.constant import ErrorCode
 from torch.utils.data import DataLoader, TensorDataset
 
 import fedagg
@@ -197,6 +198,66 @@ def test_a_second_answer_does_not_count():
     assert strategy.about[1]["remarks"] == {"1": "answered twice; the first answer counts"}
 
 
+class SlowGrid(HereGrid):
+    """Client 2's answers of round 2 arrive after the deadline: with the next replies, or the next of their kind."""
+
+    late: list[Message]
+
+    def __init__(self, *args, same_kind):
+        super().__init__(*args)
+        self.same_kind, self.late = same_kind, []
+
+    def send_and_receive(self, messages, *, timeout=None):
+        messages = list(messages)
+        kinds = {m.metadata.message_type for m in messages}
+        now = [m for m in self.late if not self.same_kind or m.metadata.message_type in kinds]
+        self.late = [m for m in self.late if m not in now]
+        for reply in super().send_and_receive(messages, timeout=timeout):
+            slow = (reply.metadata.src_node_id, reply.metadata.group_id) == (1002, "2")
+            (self.late if slow else now).append(reply)
+        return now
+
+
+class DeafGrid(SlowGrid):
+    """The same answers never arrive."""
+
+    def send_and_receive(self, messages, *, timeout=None):
+        self.late = []
+        return super().send_and_receive(messages, timeout=timeout)
+
+
+@pytest.mark.parametrize("same_kind", [True, False])
+@pytest.mark.parametrize("method", ["fedagg", "feddyn"])
+def test_an_answer_after_the_deadline_is_not_used_and_not_an_error(method, same_kind):
+    runs = {}
+    for kind in (SlowGrid, DeafGrid):
+        grid = kind(client_app(model, node), NODES, same_kind=same_kind)
+        strategy = FedAggStrategy(model(), settings(algorithm=method, participation=1.0, rounds=4))
+        strategy.run(grid, wait=0)
+        runs[kind] = strategy
+        assert grid.late == []
+    slow, deaf = runs[SlowGrid], runs[DeafGrid]
+    assert torch.equal(slow.now.w, deaf.now.w)
+    assert [row["clients"] for row in slow.about] == [[0, 1, 2, 3], [0, 1, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
+    assert [row["left_out"] for row in slow.about] == [{}, {"2": "no answer in time"}, {}, {}]
+    assert [row["nodes"]["2"] for row in slow.about] == ["1002"] * 4
+    # Of the same kind, both come in round 3; otherwise the update comes amid round 2's test results.
+    remark = {"2": "answered too late; not used"}
+    assert [row.get("remarks", {}) for row in slow.about] == [{}, {} if same_kind else remark, remark, {}]
+    assert [row.get("remarks") for row in deaf.about] == [None] * 4
+    # The test results of the round count without the late node's, and later rounds not with its old ones.
+    assert [row["tested"] for row in slow.book.history] == [4, 3, 4, 4]
+    for here, there in zip(slow.book.history, deaf.book.history, strict=True):
+        assert (here["loss"], here["accuracy"]) == (there["loss"], there["accuracy"])
+
+
+def test_a_question_that_expired_at_the_superlink_is_no_answer_in_time():
+    """What Flower 1.41 reports for a node whose message outlived its time to live, as seen with real processes."""
+    expired = Error(ErrorCode.MESSAGE_UNAVAILABLE, "Error: Message Unavailable - The requested message could not be found.")
+    strategy, _ = federated(tamper=spoil(2, lambda sent, reply: [Message(expired, reply_to=sent)]), participation=1.0)
+    assert strategy.about[1]["left_out"] == {"2": "no answer in time"}
+
+
 def test_a_client_that_was_left_out_remembers_what_it_remembered_before():
     """FedDyn: the node's memory must be as if the lost round had not been, as in the simulator."""
     lost, _ = federated(tamper=spoil(2, BAD["not a number"][0]), algorithm="feddyn", participation=1.0, rounds=4)
@@ -249,6 +310,35 @@ def test_two_nodes_cannot_be_the_same_client():
     strategy.run(grid, wait=0)
     assert strategy.about[0]["clients"] == [0, 1, 2]
     assert strategy.members.refused == {1003: "partition-id 0 is taken by node 1000; give every SuperNode its own"}
+
+
+def test_a_node_that_introduces_itself_twice_is_one_node():
+    class Echo(HereGrid):
+        def send_and_receive(self, messages, *, timeout=None):
+            return [copy for reply in super().send_and_receive(messages, timeout=timeout) for copy in (reply, reply)]
+
+    strategy = FedAggStrategy(model(), settings(participation=1.0, rounds=2))
+    strategy.run(Echo(client_app(model, node), NODES), wait=0)
+    assert strategy.members.refused == {}
+    assert [row["clients"] for row in strategy.about] == [[0, 1, 2, 3]] * 2
+
+
+def test_a_node_that_comes_back_under_another_id_waits_for_its_old_self_to_be_missed():
+    """Without keys a restarted SuperNode has a new id, and Flower believes in the old one until its heartbeat fails."""
+    grid = HereGrid(client_app(model, node), NODES)
+    grid.contexts[1003].node_config["partition-id"] = 0
+    absent = {1: {1003}, 2: set(), 3: {1000}}
+
+    class Watched(FedAggStrategy):
+        def configure_train(self, server_round, arrays, config, grid):
+            grid.gone = absent[server_round]
+            return super().configure_train(server_round, arrays, config, grid)
+
+    strategy = Watched(model(), settings(participation=1.0, rounds=3))
+    grid.gone = absent[1]
+    strategy.run(grid, wait=0)
+    assert [row["clients"] for row in strategy.about] == [[0, 1, 2]] * 3
+    assert [row["nodes"]["0"] for row in strategy.about] == ["1000", "1000", "1003"]
 
 
 @pytest.mark.parametrize("method", ["fedagg", "feddyn", "fedadam"])

@@ -13,10 +13,13 @@ from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod
 from flwr.common import bytes_to_ndarray
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping
 
+import fedagg
 from fedagg.errors import SettingError
-from fedagg.flower import FedAggStrategy, client_app
+from fedagg.flower import FedAggStrategy, Privacy, client_app
+from fedagg.flower.privacy import epsilon
+from fedagg.flower.server import split
 from flower_grid import HereGrid
-from test_flower import NODES, federated, model, node, settings, trains
+from test_flower import BAD, NODES, federated, model, node, settings, spoil, trains, with_weights
 
 
 def secured(grid=None, **changes):
@@ -105,3 +108,196 @@ def test_central_clipping_and_noise_wrap_the_strategy():
     assert all(moved == pytest.approx(0.5, rel=1e-3) for row in inner.about for moved in row["moved"])
     noise = result.arrays["weights"].numpy() - inner.now.w.numpy()
     assert noise.std() == pytest.approx(0.1 * 0.5 / NODES, rel=0.05)
+
+
+# Differential privacy in the strategy itself.
+
+CLIP = 0.2  # shorter than any update here
+
+
+def private(privacy, tamper=None, data=node, out=None, quiet=False, **changes):
+    grid = HereGrid(client_app(model, data, quiet=quiet), NODES, tamper)
+    strategy = FedAggStrategy(model(), settings(participation=1.0, **changes), privacy=privacy, out=out)
+    strategy.run(grid, wait=0)
+    return strategy, grid
+
+
+def test_the_new_model_is_the_plain_mean_of_clipped_updates_and_noise():
+    quiet, grid = private(Privacy(CLIP, 1e-9), algorithm="fedavg", rounds=1)
+    begin = quiet.layout.pack(model()).w.double()
+    updates = [torch.from_numpy(m.content["arrays"]["weights"].numpy()).double() - begin for m, _ in grid.received if trains(m)]
+    assert min(update.norm() for update in updates) > CLIP
+    expected = begin + sum(CLIP * update / update.norm() for update in updates) / NODES
+    assert torch.allclose(quiet.now.w.double(), expected, rtol=0, atol=1e-6)
+    noises = [private(Privacy(CLIP, 2.0), algorithm="fedavg", rounds=1)[0].now.w.double() - expected for _ in range(2)]
+    for noise in noises:
+        assert float(noise.std()) == pytest.approx(2.0 * CLIP / NODES, rel=0.03)
+    # The run's seed is no secret; the noise does not come from it.
+    assert abs(float(torch.corrcoef(torch.stack(noises))[0, 1])) < 0.06
+
+
+@pytest.mark.parametrize("kind", ["longer", "not a number", "missing"])
+def test_one_client_moves_the_model_by_at_most_its_share(kind):
+    """The sum is divided by those that were asked: what one client does, or whether it answers, shows within C/n."""
+    how = with_weights(lambda w: 1e4 * w) if kind == "longer" else BAD[kind][0]
+    one, two = spoil(2, how), spoil(2, lambda sent, reply: [])
+    moved = {}
+    for name, tamper in (("spoilt", lambda s, r: one(s, as_round(r))), ("silent", lambda s, r: two(s, as_round(r)))):
+        strategy, _ = private(Privacy(CLIP, 1e-9), tamper, algorithm="fedavg", rounds=1)
+        moved[name] = strategy.now.w
+    gap = float((moved["spoilt"] - moved["silent"]).norm())
+    if kind == "longer":
+        assert gap == pytest.approx(CLIP / NODES, rel=1e-3)
+    else:
+        assert gap < 1e-6
+
+
+def as_round(reply):
+    """`spoil` waits for round 2; these runs have one."""
+    reply.metadata.group_id = "2"
+    return reply
+
+
+def shuffled(context):
+    """As many samples as `node` has, and others."""
+    mine = node(context)
+    return fedagg.Dataset(mine.x_train.flip(0) ** 2, mine.y_train * 0 + 3, mine.x_test, mine.y_test * 0, classes=10)
+
+
+@pytest.mark.parametrize("method", ["fedagg", "fedcm", "fedadam", "fedexp"])
+def test_nodes_and_record_learn_nothing_but_the_noisy_sum(method, monkeypatch):
+    """Replace the noisy sums by the same numbers whatever the data: then nothing else may show which data it was."""
+
+    def fixed(self, total):
+        drawn.append(np.random.default_rng(len(drawn)).standard_normal(len(total)))
+        return torch.from_numpy(drawn[-1])
+
+    monkeypatch.setattr(Privacy, "noisy", fixed)
+    seen = []
+    for data in (node, shuffled):
+        drawn: list[np.ndarray] = []
+        strategy, grid = private(Privacy(CLIP, 1.0), data=data, algorithm=method, downlink_bits=3, rounds=4)
+        assert len(drawn) == 4
+        orders = [(m.metadata.dst_node_id, contents(m)) for m, _ in grid.sent if trains(m)]
+        hidden = ("seconds", "loss", "accuracy")  # the time, and the nodes' own test results
+        rows = [{k: v for k, v in row.items() if k not in hidden} for row in strategy.book.history]
+        seen.append((orders, rows, strategy.about, strategy.now.w.tolist()))
+    assert seen[0] == seen[1]
+    assert len(seen[0][0]) == 4 * NODES
+    assert not {"train_loss", "drift", "rate_mean"} & set(seen[0][1][0])
+
+
+def contents(message):
+    def plain(value):
+        return value.numpy().tobytes() if hasattr(value, "numpy") else value
+
+    return {name: {key: plain(value) for key, value in record.items()} for name, record in message.content.items()}
+
+
+def test_fedagg_learns_with_noise():
+    strategy, _ = private(Privacy(1.0, 0.02), algorithm="fedagg", rounds=6)
+    rows = strategy.book.history
+    assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
+    assert rows[-1]["own_share"] == pytest.approx(1.0)
+    spent = [row["epsilon"] for row in rows]
+    assert spent == sorted(spent)
+
+
+@pytest.mark.parametrize(("releases", "noise", "delta"), [(1, 1.0, 1e-5), (15, 2.0, 1e-5), (100, 20.0, 1e-6), (4, 0.5, 1e-3)])
+def test_epsilon_is_where_delta_says(releases, noise, delta):
+    """δ(ε) = E[max(0, 1 - exp(ε - L))] over the privacy loss L of `releases` independent sums, worked out numerically."""
+    eps, mean = epsilon(releases, noise, delta), releases / (2 * noise**2)
+    loss = mean + np.sqrt(2 * mean) * np.linspace(-12, 12, 400_001)
+    density = np.exp(-((loss - mean) ** 2) / (4 * mean)) / np.sqrt(4 * np.pi * mean)
+    excess = np.maximum(0, -np.expm1(eps - loss)) * density
+    assert float(excess.sum() * (loss[1] - loss[0])) == pytest.approx(delta, rel=1e-3)
+    assert epsilon(0, noise, delta) == 0.0
+    assert epsilon(releases, 1e-12, delta) > 1e20  # hardly any noise: hardly any privacy, and no error
+
+
+def test_a_restarted_server_counts_the_round_that_was_cut_off(tmp_path):
+    privacy = Privacy(CLIP, 1.0)
+
+    class PowerCut(BaseException):
+        pass
+
+    def dies(sent, reply):
+        if reply.metadata.group_id == "3":
+            raise PowerCut
+        return [reply]
+
+    with pytest.raises(PowerCut):
+        private(privacy, dies, out=tmp_path, rounds=3)
+    with pytest.raises(SettingError, match="privacy"):
+        private(None, out=tmp_path, rounds=3)
+    again, _ = private(privacy, out=tmp_path, rounds=3)
+    assert again.book.history[-1]["epsilon"] == epsilon(4, 1.0, 1e-5)
+
+
+def test_privacy_refuses_what_it_cannot_cover():
+    normalised = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    for module, options in ((normalised, {}), (model(), {"secure": True}), (model(), {"robust": "median"})):
+        secure = options.pop("secure", False)
+        with pytest.raises(SettingError, match="privacy"):
+            FedAggStrategy(module, settings(**options), privacy=Privacy(1.0, 1.0), secure=secure)
+    for method in ("scaffold", "feddyn"):
+        with pytest.raises(SettingError, match="updates alone"):
+            private(Privacy(1.0, 1.0), algorithm=method, rounds=1)
+    for wrong in ((0.0, 1.0), (1.0, 0.0), (float("nan"), 1.0), (1.0, 1.0, 1.0)):
+        with pytest.raises(SettingError):
+            Privacy(*wrong)
+
+
+def test_privacy_is_a_setting():
+    _, own = split({"clients": 2, "clipping-norm": 1, "noise-multiplier": 0.5})
+    assert own == {"privacy": Privacy(1.0, 0.5)}
+    with pytest.raises(SettingError, match="clipping-norm"):
+        split({"clients": 2, "noise-multiplier": 0.5})
+
+
+# Local noise, on a node that says nothing beside its update.
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedagg"])
+def test_a_quiet_node_tells_only_its_update(method):
+    told = []
+    for data in (node, shuffled):
+        grid = HereGrid(client_app(model, data, quiet=True), NODES)
+        strategy = FedAggStrategy(model(), settings(algorithm=method, participation=1.0, rounds=1))
+        strategy.run(grid, wait=0)
+        assert "accuracy" not in strategy.book.history[0]
+        told.append([{k: v for k, v in contents(m).items() if k != "arrays"} for m, _ in grid.received])
+    assert told[0] == told[1]
+
+
+def test_fedagg_trains_quiet_nodes_as_it_trains_others():
+    """In a field that asks for rates of their own they are told the plan's; the model goes the same way."""
+    others, _ = federated(algorithm="fedagg", participation=1.0)
+    grid = HereGrid(client_app(model, node, quiet=True), NODES)
+    strategy = FedAggStrategy(model(), settings(algorithm="fedagg", participation=1.0))
+    strategy.run(grid, wait=0)
+    went = [s.now.w - s.layout.pack(model()).w for s in (strategy, others)]
+    assert float(torch.cosine_similarity(*went, dim=0)) > 0.95
+
+
+def test_a_seed_in_the_nodes_own_code_does_not_give_its_noise_away():
+    def seeding(context):
+        np.random.seed(0)  # noqa: NPY002
+        return node(context)
+
+    noise = np.random.RandomState(0).normal(0, 1, 7850)
+    mod = LocalDpMod(clipping_norm=1e-6, sensitivity=1.0, epsilon=1.0, delta=1e-5)
+    correlated = {}
+    for quiet in (False, True):
+        grid = HereGrid(client_app(model, seeding, mods=[mod], quiet=quiet), NODES)
+        FedAggStrategy(model(), settings(algorithm="fedavg", rounds=1)).run(grid, wait=0)
+        sent = next(m.content["arrays"]["weights"].numpy() for m, _ in grid.received if trains(m))
+        correlated[quiet] = abs(np.corrcoef(sent, noise)[0, 1])
+    assert correlated[False] > 0.9
+    assert correlated[True] < 0.06
+
+
+def test_a_quiet_node_refuses_to_send_more_than_an_update():
+    strategy, _ = private(None, quiet=True, algorithm="scaffold", rounds=1)
+    assert all("needs a method that asks for updates alone" in why for why in strategy.about[0]["left_out"].values())
+    assert len(strategy.about[0]["left_out"]) == NODES

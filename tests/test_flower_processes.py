@@ -1,4 +1,7 @@
-"""A federation of real processes on loopback: TLS, keys, a node that dies in the middle."""
+"""A federation of real processes on loopback: TLS, keys, a node that dies in the middle.
+
+Two more take two minutes each, for Flower starts a process for every message; FEDAGG_PROCESSES=all runs them.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,8 @@ BIN = Path(sys.executable).parent
 SOURCE = Path(__file__).parent.parent / "src"
 NODES, ROUNDS = 3, 5
 MARK = "FEDAGG_TEST_PROCESS"
+TEMPLATE = SOURCE / "fedagg" / "flower" / "template"
+long = pytest.mark.skipif("FEDAGG_PROCESSES" not in os.environ, reason="two minutes; FEDAGG_PROCESSES=all runs it")
 
 
 def free_ports(count: int) -> list[int]:
@@ -107,10 +112,10 @@ class Federation:
                 continue
         return found
 
-    def kill(self, name: str = "") -> None:
+    def kill(self, name: str = "", how: signal.Signals = signal.SIGKILL) -> None:
         for pid in self.alive(name):
             try:
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, how)
             except ProcessLookupError:
                 continue
 
@@ -127,6 +132,23 @@ class Federation:
         for process in self.started:
             process.wait(timeout=10)
         until("the end of all processes", lambda: not self.alive(), 10)
+
+    def up(self) -> None:
+        """The SuperLink, and all nodes on their way to it."""
+        self.superlink()
+        self.fedagg("register", ".")
+        for number in range(NODES):
+            self.supernode(number, self.node_ports[number])
+
+    def submit(self, **settings: object) -> None:
+        words = " ".join(f"{name.replace('_', '-')}={value}" for name, value in settings.items())
+        self.command("flwr", "run", ".", "deployment", "--run-config", f"clients={NODES} {words} out='{self.folder}/runs'")
+
+    def done(self) -> bool:
+        return (self.folder / "runs" / "result.json").exists()
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
 
     def rows(self, name: str) -> list[dict]:
         path = self.folder / "runs" / name
@@ -150,19 +172,13 @@ def federation(tmp_path: Path) -> Iterator[Federation]:
 @pytest.mark.slow
 def test_five_rounds_with_tls_and_keys_and_a_death_in_the_third(federation: Federation) -> None:
     f = federation
-    f.superlink()
-    f.fedagg("register", ".")
-    for number in range(NODES):
-        f.supernode(number, f.node_ports[number])
+    f.up()
     stranger = unknown_node(f)
 
-    f.command(
-        "flwr", "run", ".", "deployment", "--run-config",
-        f"clients={NODES} rounds={ROUNDS} eval-every={ROUNDS} timeout=45.0 out='{f.folder}/runs'",
-    )  # fmt: skip
+    f.submit(rounds=ROUNDS, eval_every=ROUNDS, timeout=45.0)
     until("two rounds", lambda: len(f.rows("metrics.jsonl")) >= 2, 300)
     f.kill("node-2")
-    until("the run", lambda: (f.folder / "runs" / "result.json").exists(), 300)
+    until("the run", f.done, 300)
 
     rows, clients = f.rows("metrics.jsonl"), f.rows("clients.jsonl")
     assert [row["round"] for row in rows] == [1, 2, 3, 4, 5]
@@ -181,12 +197,11 @@ def test_five_rounds_with_tls_and_keys_and_a_death_in_the_third(federation: Fede
 
 
 def replayed(clients: list[dict]) -> dict[str, torch.Tensor]:
-    """The same five rounds in this process, without the answers that the record says were missing."""
-    task = runpy.run_path(str(SOURCE / "fedagg" / "flower" / "template" / "federation" / "task.py"))
-    settings = tomllib.loads((SOURCE / "fedagg" / "flower" / "template" / "pyproject.toml").read_text())
-    config, _ = split(settings["tool"]["flwr"]["app"]["config"] | {"clients": NODES, "rounds": ROUNDS, "eval-every": ROUNDS})
-    with seeding.seeded_global(seeding.derive(config.seed, "model"), torch.device("cpu")):
-        module = task["model"]()
+    """The same rounds in this process, without the answers that the record says were missing."""
+    task = runpy.run_path(str(TEMPLATE / "federation" / "task.py"))
+    settings, rounds = tomllib.loads((TEMPLATE / "pyproject.toml").read_text()), len(clients)
+    config, _ = split(settings["tool"]["flwr"]["app"]["config"] | {"clients": NODES, "rounds": rounds, "eval-every": rounds})
+    module = untrained(task["model"], config.seed)
 
     def lose(sent, reply):
         row = clients[int(reply.metadata.group_id) - 1]
@@ -197,7 +212,61 @@ def replayed(clients: list[dict]) -> dict[str, torch.Tensor]:
     return module.state_dict()
 
 
+def untrained(model: Callable[[], torch.nn.Module], seed: int) -> torch.nn.Module:
+    with seeding.seeded_global(seeding.derive(seed, "model"), torch.device("cpu")):
+        return model()
+
+
 def unknown_node(f: Federation) -> subprocess.Popen[bytes]:
     """A SuperNode with a proper key that nobody has registered."""
     node_key(f.folder / "keys", 3)
     return f.supernode(3, f.node_ports[3])
+
+
+@long
+def test_an_answer_after_the_deadline(federation: Federation) -> None:
+    """A node is stopped when it has received the work of round 2, and goes on when the round is over without it."""
+    f = federation
+    f.up()
+    f.submit(rounds=4, eval_every=4, timeout=30.0)
+    until("the second round", lambda: "ROUND 2]" in f.log("node-2"), 120)
+    f.kill("node-2", signal.SIGSTOP)
+    try:
+        until("its end", lambda: len(f.rows("metrics.jsonl")) >= 2, 90)
+    finally:
+        f.kill("node-2", signal.SIGCONT)
+    until("the run", f.done, 200)
+
+    clients = f.rows("clients.jsonl")
+    assert clients[1]["left_out"] == {"2": "no answer in time"}
+    assert clients[1]["nodes"]["2"] == clients[0]["nodes"]["2"]
+    assert clients[-1]["clients"] == [0, 1, 2]
+    # The node has done the work and sent its answer, and the SuperLink has not taken it.
+    assert f.log("node-2").count("ROUND 2]") == 2
+    assert "Message TTL has expired" in f.log("superlink")
+    found = load_tensors((f.folder / "runs" / "model.safetensors").read_bytes())
+    for name, weights in replayed(clients).items():
+        assert torch.allclose(found[name], weights, rtol=0, atol=1e-5), name
+
+
+@long
+def test_secure_aggregation(federation: Federation) -> None:
+    """Two rounds of FedAgg under SecAgg+, with the two lines that the documentation says turn it on."""
+    f = federation
+    app, settings = f.folder / "federation" / "app.py", f.folder / "pyproject.toml"
+    code = app.read_text().replace("client_app(model, data)", "client_app(model, data, mods=[secaggplus_mod])")
+    app.write_text(code.replace("from fedagg", "from flwr.client.mod import secaggplus_mod\n\nfrom fedagg", 1))
+    settings.write_text(settings.read_text() + "secure = true\n")
+    f.up()
+    f.submit(rounds=2, eval_every=2, timeout=90.0)
+    until("the run", f.done, 400)
+
+    rows, clients = f.rows("metrics.jsonl"), f.rows("clients.jsonl")
+    assert [row["clients"] for row in clients] == [[0, 1, 2]] * 2
+    found = load_tensors((f.folder / "runs" / "model.safetensors").read_bytes())
+    model = runpy.run_path(str(TEMPLATE / "federation" / "task.py"))["model"]
+    start, clear = untrained(model, seed=0).state_dict(), replayed(clients)
+    numbers = sum(weights.numel() for weights in clear.values())
+    assert [row["bytes_up"] for row in rows] == [NODES * 3 * 8 * numbers] * 2
+    gap, way = (sum(float((a[k] - clear[k]).square().sum()) for k in clear) ** 0.5 for a in (found, start))
+    assert gap < 0.02 * way

@@ -37,10 +37,19 @@ def test_convolution(n: int, images: int, channels: int, outputs: int, kernel: i
     assert close(fused.forward(x, w, b), expected)
     dy = random(*expected.shape, seed=4)
     assert close(fused.input_gradient(x, dy, w), plain.input_gradient(x, dy, w))
-    ours, theirs = torch.full_like(w, torch.nan), torch.zeros_like(w)
-    fused.weight_gradient(x, dy, ours)
-    plain.weight_gradient(x, dy, theirs)
-    assert close(ours, theirs)
+    size = outputs * channels * kernel**2
+    for splits in (1, 264):  # the sum over pixels in one piece, or in several
+        fused.splits_for = splits
+        for bias in (True, False):
+            g = torch.full((n, 7 + size + outputs), torch.nan)  # rows of a larger whole, as in a network
+            ours, theirs = g[:, 7 : 7 + size].view_as(w), torch.zeros_like(w)
+            ours_b, theirs_b = g[:, 7 + size :] if bias else None, torch.zeros_like(b) if bias else None
+            fused.weight_gradient(x, dy, ours, ours_b)
+            plain.weight_gradient(x, dy, theirs, theirs_b)
+            assert close(ours, theirs)
+            assert g[:, :7].isnan().all()
+            if ours_b is not None and theirs_b is not None:
+                assert close(ours_b, theirs_b)
 
 
 @pytest.mark.parametrize("side", [8, 7])
@@ -56,7 +65,8 @@ def test_relu_and_pooling_in_one(side: int) -> None:
 @pytest.mark.parametrize("terms", ["", "shift", "prox", "memory", "mask", "shift prox memory mask"])
 def test_the_whole_step_in_one(terms: str) -> None:
     n, d = 3, 1500
-    w, g, memory = (random(n, d, seed=i) for i in range(3))
+    w, g, memory = (random(n, d + 4, seed=i)[:, :d] for i in range(3))
+    memory = memory.contiguous()
     shift, start = random(d, seed=4), random(d, seed=5)
     mask = (random(d, seed=6) > 0).float()
     rate, own, prox = torch.tensor([0.0, 0.1, 0.7]), torch.tensor(0.3), torch.tensor(0.2)

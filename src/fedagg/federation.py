@@ -73,6 +73,7 @@ class Result:
             "model": c.model,
             "partition": c.partition,
             "seed": c.seed,
+            **({"validation": c.validation} if c.validation else {}),
             "rounds": len(self.history),
             "accuracy": self.accuracy,
             "best_accuracy": self.best_accuracy,
@@ -148,6 +149,9 @@ def run(
         torch.set_num_threads(config.threads)
 
     data = data or load(config.dataset, config.data_dir)
+    if config.validation and parts is not None:
+        raise SettingError("validation", config.validation, "parts name samples of the whole training set; give one of the two")
+    data = data.held_back(config.validation, config.seed) if config.validation else data
     data = data.normalized() if config.normalize else data
     parts = check_parts(parts, data) if parts is not None else deal(config, data)
     module = copy.deepcopy(model) if model is not None else build_model(config, data)

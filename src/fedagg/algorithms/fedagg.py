@@ -21,8 +21,9 @@ from fedagg.flat import Layout, Model
 
 LEAST_OWN = 0.1  # λ never falls below: a client that ignored its own gradient would teach the server nothing
 RATE_BAND = (0.1, 2.0)  # rates stay within these multiples of the pace
-RATE_CEILING = 0.3  # and under this
-RATE_PER_OWN = 2.0  # and under this multiple of λ: where clients disagree, the federation slows down
+PACE_CEILING = 0.3  # and pace and rates under this
+ROUND_TRAVEL = 16.0  # and under this over the steps of a round: clients drift with every step they make on their own
+PACE_PER_OWN = 2.0  # and under this multiple of λ: where clients disagree, the federation slows down
 LOSS_JUMP = 1.5  # a training loss over this multiple of its running mean means the last round broke the model
 LOST_SHARE = 0.2  # so do more clients than this that blew up
 TRIAL_ROUNDS = 3  # after these the model must be better than untrained
@@ -40,7 +41,7 @@ class FedAgg(Algorithm):
     pace: str = "weighted"
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
-        self.departure = math.nan
+        self.departure = self.going = math.nan
         self.reset(model)
 
     def reset(self, model: Model) -> None:
@@ -80,19 +81,20 @@ class FedAgg(Algorithm):
 
     def plan(self, phi1: Tensor, clients: Clients) -> Work:
         """Theorem 1 around the path that the average client is about to take: φ2[k] = w̄ - η_ref k S φ1."""
-        pace, own, steps, epochs = self.reference(), self.own_share(), clients.steps, clients.epochs
+        own, steps, epochs = self.own_share(), clients.steps, clients.epochs
+        self.going = pace = self.reference()
         if not self.number("known"):
             return Work(rate=clients.constant(pace))
+        ceiling = min(PACE_CEILING, ROUND_TRAVEL / (steps * epochs), PACE_PER_OWN * own)
+        self.going = pace = min(pace, ceiling)
         norm2 = steps * steps * float(phi1.double().square().sum())  # |S φ1|²
         ahead = torch.arange(1, epochs + 1, dtype=torch.float64).flip(0).cumsum(0).flip(0)  # Σ_{k>p} k
         rate, slope = meanfield.affine_rates(torch.full((epochs, epochs), norm2), -pace * norm2 * ahead, self.alpha)
-        ceiling = min(RATE_CEILING, RATE_PER_OWN * own)
-        low, high = min(RATE_BAND[0] * pace, ceiling), min(RATE_BAND[1] * pace, ceiling)
         return Work(
             rate=rate,
             slope=steps * slope.sum(1, keepdim=True),
-            low=low,
-            high=high,
+            low=RATE_BAND[0] * pace,
+            high=min(RATE_BAND[1] * pace, ceiling),
             own=own,
             field=phi1[None],
             mix=torch.full((epochs, 1), 1.0 - own),
@@ -191,5 +193,5 @@ class FedAgg(Algorithm):
         return model
 
     def figures(self) -> dict[str, float]:
-        now = {"pace": self.reference(), "own_share": self.own_share(), "caution": self.number("caution")}
+        now = {"pace": self.going, "own_share": self.own_share(), "caution": self.number("caution")}
         return now | {"departure": self.departure}

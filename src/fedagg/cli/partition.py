@@ -127,6 +127,7 @@ def dissimilarity(config: Config, data: Dataset, parts: splits.Indices, run: Pat
     from fedagg.theory import heterogeneity as het
     from fedagg.theory.objective import Objective
 
+    data = data.held_back(config.validation, config.seed) if config.validation else data
     data = data.normalized() if config.normalize else data
     models = {"initial": build_model(config, data)}
     if run is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedagg import seeding
 from fedagg.data import sources
 from fedagg.data.sources import Where, fetch, names, verify, where
 from fedagg.errors import SettingError
@@ -90,6 +91,17 @@ class Dataset:
         std = torch.where(std > 0, std, torch.ones_like(std))
         x_train, x_test = (torch.sub(x, mean).div_(std) for x in (self.x_train, self.x_test))
         return Dataset(x_train, self.y_train, x_test, self.y_test, self.name, self.classes)
+
+    def held_back(self, share: float, seed: int = 0) -> Dataset:
+        """A share of the training samples, drawn at random, takes the place of the test set: choose settings on these, report on the
+        test set once they are chosen."""
+        count = round(share * len(self))
+        if not 0 < count < len(self):
+            raise SettingError("validation", share, f"leaves {count} of {len(self)} samples to report on; both parts need some")
+        order = torch.randperm(len(self), generator=seeding.torch_generator(seed, "validation"))
+        held, rest = order[:count].sort().values, order[count:].sort().values
+        x, y = self.x_train, self.y_train
+        return Dataset(x[rest], y[rest], x[held], y[held], self.name, self.classes)
 
 
 def load(name: str, data_dir: Where = None, download: bool = True) -> Dataset:

@@ -194,5 +194,5 @@ class Stepper:
 
 def class_means(features: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
     """Sums of representations by class, (classes, features), and how many there were, (classes,)."""
-    sums = features.new_zeros(classes, features.shape[-1]).index_add_(0, labels, features)
-    return sums, torch.bincount(labels, minlength=classes).to(features.dtype)
+    chosen = nn.functional.one_hot(labels, classes).double()  # a product, because on a GPU a scatter adds in any order
+    return (chosen.T @ features.double()).to(features.dtype), chosen.sum(0).to(features.dtype)

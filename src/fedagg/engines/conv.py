@@ -19,7 +19,7 @@ class Convolution(Protocol):
 
     def input_gradient(self, x: Tensor, dy: Tensor, w: Tensor) -> Tensor: ...
 
-    def weight_gradient(self, x: Tensor, dy: Tensor, dw: Tensor) -> None: ...
+    def weight_gradient(self, x: Tensor, dy: Tensor, dw: Tensor, db: Tensor | None) -> None: ...
 
 
 class Loop:
@@ -45,7 +45,10 @@ class Loop:
         pieces = zip(x.chunk(self.n), dy.chunk(self.n), w.unbind(), strict=True)
         return joined([self.backward(xi, dyi, wi, [True, False, False])[0].float() for xi, dyi, wi in pieces])
 
-    def weight_gradient(self, x: Tensor, dy: Tensor, dw: Tensor) -> None:
+    def weight_gradient(self, x: Tensor, dy: Tensor, dw: Tensor, db: Tensor | None) -> None:
+        if db is not None:
+            n, channels = db.shape
+            torch.sum(dy.permute(0, 2, 3, 1).reshape(n, -1, channels), 1, out=db)
         for xi, dyi, dwi in zip(channels_last(x).chunk(self.n), dy.chunk(self.n), dw.unbind(), strict=True):
             dwi.copy_(self.backward(xi, dyi, dwi, [False, True, False])[1])
 

@@ -57,10 +57,11 @@ def conv(
 def weight_gradient(
     x_ptr,
     dy_ptr,
-    part_ptr,
+    out_ptr,
     M,
     SPAN,
     N,
+    STRIDE,
     C: tl.constexpr,
     O: tl.constexpr,
     K: tl.constexpr,
@@ -73,10 +74,10 @@ def weight_gradient(
     PRECISION: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """part[split, n, o, k] = Σ_m patch(x)[n, k, m] dy[n, o, m] over the output pixels m of one split, k over (C, K, K).
+    """out[split, n, o, k] = Σ_m patch(x)[n, k, m] dy[n, o, m] over the output pixels m of one split, k over (C, K, K).
 
-    Tensor cores want the summed axis innermost in both factors, in aligned runs. So dy is channels-first, and x comes padded, in K
-    copies shifted by one column each, cut to the output's width: then the patches' rows are plain runs of memory."""
+    Tensor cores want the summed axis innermost in both factors, in aligned runs. So dy is channels-first, and x comes as `unroll`
+    lays it out: then the patches' rows are plain runs of memory."""
     n = (tl.program_id(2) % N).to(tl.int64)
     split = tl.program_id(2) // N
     k = tl.program_id(0) * BK + tl.arange(0, BK)
@@ -101,8 +102,75 @@ def weight_gradient(
             other=0.0,
         )
         acc = tl.dot(a.to(tl.bfloat16), d.to(tl.bfloat16), acc) if HALF else tl.dot(a, d, acc, input_precision=PRECISION)
-    out = part_ptr + (split * N + n) * (K * K * C) * O + o[None, :] * (K * K * C) + k[:, None]
+    out = out_ptr + (split * N + n) * STRIDE + o[None, :] * (K * K * C) + k[:, None]
     tl.store(out, acc, mask=(k < K * K * C)[:, None] & (o < O)[None, :])
+
+
+@triton.jit
+def unroll(
+    x_ptr,
+    y_ptr,
+    sum_ptr,
+    H,
+    W,
+    P,
+    C,
+    WO: tl.constexpr,
+    PLANE: tl.constexpr,
+    K: tl.constexpr,
+    SUM: tl.constexpr,
+    BP: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """y[image, c, j, r, s] = x[image, r - P, s + j - P, c]: from channels-last to channels-first, padded, in K copies shifted by one
+    column each and cut to the output's width. With K = 1 and no padding it is a change of memory order, and can leave the sums of its
+    blocks' pixels behind, sum[block, c]."""
+    blocks = tl.cdiv(PLANE, BP)
+    image = (tl.program_id(0) // blocks).to(tl.int64)
+    p = tl.program_id(0) % blocks * BP + tl.arange(0, BP)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    row, left = p // WO - P, p % WO - P
+    x_ptr += image * H * W * C
+    y_ptr += image * C * K * PLANE
+    inside = (row >= 0) & (row < H) & (p < PLANE)
+    for j in tl.static_range(K):
+        col = left + j
+        tile = tl.load(
+            x_ptr + ((row * W + col) * C)[:, None] + c[None, :],
+            mask=(inside & (col >= 0) & (col < W))[:, None] & (c < C)[None, :],
+            other=0.0,
+        )
+        if SUM:
+            tl.store(sum_ptr + tl.program_id(0).to(tl.int64) * C + c, tl.sum(tile, 0), mask=c < C)
+        tl.store(y_ptr + ((c * K + j) * PLANE)[:, None] + p[None, :], tl.trans(tile), mask=(c < C)[:, None] & (p < PLANE)[None, :])
+
+
+@triton.jit
+def turn(
+    w_ptr,
+    y_ptr,
+    STRIDE,
+    O,
+    C,
+    TAPS: tl.constexpr,
+    BACK: tl.constexpr,
+    BO: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """y[n, o, tap, c] = w[n, o, c, tap], as `conv` reads weights; for the gradient of its input, y[n, c, last - tap, o]."""
+    n = tl.program_id(2).to(tl.int64)
+    o = tl.program_id(0) * BO + tl.arange(0, BO)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    w_ptr += n * STRIDE
+    y_ptr += n * O * C * TAPS
+    live = (o < O)[:, None] & (c < C)[None, :]
+    for tap in tl.static_range(TAPS):
+        tile = tl.load(w_ptr + (o[:, None] * C + c[None, :]) * TAPS + tap, mask=live, other=0.0)
+        if BACK:
+            back = y_ptr + (c[:, None] * TAPS + (TAPS - 1 - tap)) * O + o[None, :]
+            tl.store(back, tl.trans(tile), mask=(c < C)[:, None] & (o < O)[None, :])
+        else:
+            tl.store(y_ptr + (o[:, None] * TAPS + tap) * C + c[None, :], tile, mask=live)
 
 
 @triton.jit
@@ -155,18 +223,19 @@ def step(
     memory_ptr,
     mask_ptr,
     D,
+    ROW,
     SHIFT: tl.constexpr,
     PROX: tl.constexpr,
     MEMORY: tl.constexpr,
     MASK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """w[n] -= rate[n] (own g[n] + shift + prox (w[n] - start) - memory[n]) mask, in one pass over the weights."""
+    """w[n] -= rate[n] (own g[n] + shift + prox (w[n] - start) - memory[n]) mask, in one pass over the weights, whose rows begin every ROW numbers."""
     n = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = at < D
-    w = tl.load(w_ptr + n * D + at, mask=live)
-    d = tl.load(own_ptr) * tl.load(g_ptr + n * D + at, mask=live)
+    w = tl.load(w_ptr + n * ROW + at, mask=live)
+    d = tl.load(own_ptr) * tl.load(g_ptr + n * ROW + at, mask=live)
     if SHIFT:
         d += tl.load(shift_ptr + at, mask=live)
     if PROX:
@@ -175,4 +244,4 @@ def step(
         d -= tl.load(memory_ptr + n * D + at, mask=live)
     if MASK:
         d *= tl.load(mask_ptr + at, mask=live)
-    tl.store(w_ptr + n * D + at, w - tl.load(rate_ptr + n) * d, mask=live)
+    tl.store(w_ptr + n * ROW + at, w - tl.load(rate_ptr + n) * d, mask=live)

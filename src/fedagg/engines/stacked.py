@@ -81,11 +81,7 @@ class Conv:
         return self.kernel.forward(x, self.w, self.b)
 
     def backward(self, dy: Tensor, need: bool) -> Tensor:
-        self.kernel.weight_gradient(self.x, dy, self.dw)
-        if self.db is not None:
-            n, channels = self.db.shape
-            rows = dy.permute(0, 2, 3, 1).reshape(n, -1, channels)
-            torch.sum(rows, 1, out=self.db)
+        self.kernel.weight_gradient(self.x, dy, self.dw, self.db)
         return self.kernel.input_gradient(self.x, dy, self.w) if need else dy
 
 
@@ -200,7 +196,9 @@ class StackedNetwork:
         layout, device = setting.layout, setting.device
         # Its own where several threads may draw at once; a captured graph needs torch's.
         self.generator: torch.Generator | None = torch.Generator() if device.type == "cpu" else None
-        self.w, self.g = torch.zeros(n, layout.d, device=device), torch.zeros(n, layout.d, device=device)
+        # On a GPU rows begin on multiples of 16 bytes: products of matrices that do not are up to twice as slow.
+        row = -(-layout.d // 4) * 4 if device.type == "cuda" else layout.d
+        self.w, self.g = (torch.zeros(n, row, device=device)[:, : layout.d] for _ in range(2))
         self.buffers = torch.zeros(n, 0, device=device)
         weights, grads = dict(layout.weights(self.w)), dict(layout.weights(self.g))
         assert isinstance(setting.module, nn.Sequential)

@@ -10,7 +10,8 @@ except ImportError:
     raise FedaggError("fedagg.flower needs Flower; install it with: pip install 'fedagg[flower]'") from None
 
 from fedagg.flower.client import client_app
+from fedagg.flower.privacy import Privacy
 from fedagg.flower.server import server_app
 from fedagg.flower.strategy import FedAggStrategy
 
-__all__ = ["FedAggStrategy", "client_app", "server_app"]
+__all__ = ["FedAggStrategy", "Privacy", "client_app", "server_app"]

@@ -8,9 +8,11 @@ node is given a `state-dir`, on its disk.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -19,7 +21,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from fedagg import algorithms, files
-from fedagg.engines.base import Job, Local, Loss, Setting, cross_entropy
+from fedagg.engines.base import Chunk, Job, Local, Loss, Setting, Work, cross_entropy
 from fedagg.engines.sequential import Sequential
 from fedagg.errors import SettingError
 from fedagg.evaluate import Evaluator
@@ -27,6 +29,7 @@ from fedagg.federation import pick_device
 from fedagg.flat import Layout
 from fedagg.flower import messages
 from fedagg.flower.data import NodeData, node_data
+from fedagg.flower.privacy import planned, updates_only
 from fedagg.memory import ClientMemory
 
 
@@ -36,6 +39,7 @@ def client_app(
     *,
     loss: Loss = cross_entropy,
     mods: Sequence[Any] = (),
+    quiet: bool = False,
 ) -> ClientApp:
     """A ClientApp from two functions of yours.
 
@@ -44,6 +48,8 @@ def client_app(
         data: the node's own samples; `context.node_config["partition-id"]` says which node it is.
         loss: per-sample loss of (output, target), (B,); cross-entropy by default.
         mods: Flower mods around training, such as `LocalDpMod`.
+        quiet: say nothing beside the update that the server does not know: no losses, no rates of one's own, no test
+            results. With `LocalDpMod`, all that leaves the node is then covered by its noise.
     """
     app = ClientApp()
 
@@ -64,6 +70,8 @@ def client_app(
         samples = torch.arange(len(node.data))
         job = Job(client=client, samples=samples, epochs=order.local.epochs, seed=order.seed)
         at, work = order.model.to(setting.device), messages.moved(order.work, setting.device)
+        if quiet:
+            updates_only(work, "quiet")
         memory = ClientMemory(client + 1, setting.layout.d)
         if work.memory:
             memory.write(client, recall(context, order.accepted, setting.layout.d))
@@ -71,6 +79,10 @@ def client_app(
         if work.memory:
             method = algorithms.build(order.method, order.options)
             keep(context, memory.read([client])[0], method.remember(chunk, work)[0], order)
+        if quiet:
+            chunk = hushed(chunk, work)
+            # LocalDpMod draws from numpy's global generator, and model() or data() may have seeded it.
+            np.random.seed()  # noqa: NPY002
         if order.veil:
             # It stands on the older half of Flower, which nothing else should need.
             from fedagg.flower.secagg import veiled_answer
@@ -82,7 +94,7 @@ def client_app(
     def evaluate(message: Message, context: Context) -> Message:
         module, node = model(), node_data(data(context))
         record = MetricRecord({"num-examples": 0})
-        if node.tests:
+        if node.tests and not quiet:
             at = messages.read_model(messages.one(message.content.array_records), Layout(module))
             setting = setting_of(module, node, Local(epochs=1, batch_size=1), context, loss)
             error, accuracy = Evaluator(setting, node.data.x_test, node.data.y_test)(at.to(setting.device))
@@ -90,6 +102,12 @@ def client_app(
         return Message(RecordDict({"metrics": record}), reply_to=message)
 
     return app
+
+
+def hushed(chunk: Chunk, work: Work) -> Chunk:
+    """The update as it is, and the numbers beside it as the work alone would have them."""
+    silent, rates = torch.zeros_like(chunk.loss), planned(work, torch.zeros_like(chunk.delta[0]))[None]
+    return replace(chunk, loss=silent, first=silent, rates=rates)
 
 
 def client_of(context: Context) -> int:

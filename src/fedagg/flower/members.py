@@ -34,6 +34,8 @@ class Members:
             if node not in present:
                 log(WARNING, "client %s (node %s) has left", client, node)
                 del self.nodes[client]
+                self.refused.clear()  # one that was refused may have held the same partition
+        self.refused = {node: why for node, why in self.refused.items() if node in present}
         new = sorted(present - set(self.nodes.values()) - set(self.refused))
         if not new:
             return
@@ -46,6 +48,8 @@ class Members:
 
     def enter(self, reply: Message) -> None:
         node = reply.metadata.src_node_id
+        if node in self.nodes.values() or node in self.refused:
+            return  # it says so twice
         why = None
         if reply.has_error():
             why = f"it failed: {reply.error.reason}"

@@ -13,9 +13,11 @@ from torch import nn
 from fedagg import config, seeding
 from fedagg.config import Config
 from fedagg.errors import SettingError
+from fedagg.flower.privacy import Privacy
 from fedagg.flower.strategy import FedAggStrategy
 
 OWN: dict[str, type] = {"out": str, "timeout": float, "quorum": int, "wait": float, "secure": bool}
+PRIVACY = ("clipping-norm", "noise-multiplier", "delta")
 KINDS = {str: "a path", float: "a number", int: "a whole number", bool: "true or false"}
 CUSTOM = {"dataset": "custom", "model": "custom", "partition": "custom", "participation": 1.0}
 
@@ -26,7 +28,7 @@ def server_app(model: Callable[[], nn.Module]) -> ServerApp:
     They are the command line's options (`algorithm`, `rounds`, `lr`, `downlink-bits`, ...), of which `clients`, the
     number of nodes, must be given, and some of its own: `out`, the run folder; `timeout`, seconds for an answer;
     `quorum`, answers that a round needs; `wait`, seconds to wait for all nodes before the first round; and `secure`,
-    to aggregate under SecAgg+.
+    to aggregate under SecAgg+; `clipping-norm`, `noise-multiplier` and `delta`, for differential privacy.
     """
     app = ServerApp()
 
@@ -43,8 +45,8 @@ def server_app(model: Callable[[], nn.Module]) -> ServerApp:
 
 def split(given: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
     """The run's configuration, and the settings that only a real federation has."""
-    own = {}
-    for name, kind in OWN.items():
+    own: dict[str, Any] = {}
+    for name, kind in (OWN | dict.fromkeys(PRIVACY, float)).items():
         if name in given:
             value = given.pop(name)
             fits = isinstance(value, int | float) if kind is float else isinstance(value, kind)
@@ -53,6 +55,9 @@ def split(given: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
             own[name] = kind(value)
     if "clients" not in given:
         raise SettingError("clients", None, "say in [tool.flwr.app.config] how many nodes the federation has")
+    hidden = {name.replace("-", "_"): own.pop(name) for name in PRIVACY if name in own}
+    if hidden:
+        own["privacy"] = Privacy(**{"clipping_norm": 0.0, "noise_multiplier": 0.0} | hidden)
     if not own.get("out", "x"):
         del own["out"]
     return config.make({**CUSTOM, **{key.replace("-", "_"): value for key, value in given.items()}}), own

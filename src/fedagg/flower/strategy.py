@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
@@ -34,10 +35,14 @@ from fedagg.flower import messages
 from fedagg.flower.conversation import Conversation
 from fedagg.flower.members import Members
 from fedagg.flower.messages import BadAnswer, Order, TooFew
+from fedagg.flower.privacy import Privacy, PrivateClients, epsilon
 from fedagg.quantize import Downlink
 
 log = getLogger("flwr").log
 NEVER = (-1, -1)
+LATE = "no answer in time"
+# What Flower itself answers for a node, in the record's words.
+CAUSES = {ErrorCode.MESSAGE_UNAVAILABLE: LATE, ErrorCode.NODE_UNAVAILABLE: "left during the round"}
 Ask = Callable[[list[Message]], list[Message]]
 
 
@@ -61,9 +66,10 @@ class Remote:
         sent = {order.metadata.message_id: client for client, order in orders.items()}
         wanted = {job.client: job for job in jobs}
         for client in wanted:
-            self.left_out[client] = "no answer in time"
+            self.left_out[client] = LATE
         for reply in replies:
             if reply.metadata.reply_to_message_id not in sent:
+                strategy.stray(reply)
                 continue
             client = sent[reply.metadata.reply_to_message_id]
             if client in chunks:
@@ -71,7 +77,8 @@ class Remote:
                 continue
             try:
                 if reply.has_error():
-                    raise BadAnswer(f"failed: {' '.join(str(reply.error.reason).split())[-300:]}")
+                    reason = " ".join(str(reply.error.reason).split())[-300:]
+                    raise BadAnswer(CAUSES.get(reply.error.code, f"failed: {reason}"))
                 job = wanted[client]
                 chunks[client] = messages.read_answer(reply.content, job, model, work, strategy.local, strategy.layout)
                 del self.left_out[client]
@@ -94,6 +101,7 @@ class Turn:
     talk: Conversation[list[Message], list[Message], Model] | None = None
     error: Tensor | None = None  # what the downlink's rounding had kept back before the round
     remarks: dict[int, str] = field(default_factory=dict)
+    tests: list[Message] = field(default_factory=list)  # the questions of the evaluation
     skipped: bool = True  # until there is a new model
 
 
@@ -107,6 +115,7 @@ class FedAggStrategy(Strategy):
         timeout: seconds that a node has for its answer.
         quorum: usable answers that a round needs; with fewer it is skipped.
         secure: aggregate under Flower's SecAgg+; the ClientApp needs `mods=[secaggplus_mod]`.
+        privacy: clip updates and add noise to their sum, before the method makes anything of it.
     """
 
     def __init__(
@@ -118,14 +127,17 @@ class FedAggStrategy(Strategy):
         timeout: float = 3600.0,
         quorum: int = 1,
         secure: bool = False,
+        privacy: Privacy | None = None,
     ) -> None:
         self.module, self.config, self.timeout, self.quorum = module, config, timeout, quorum
-        self.secure = secure
+        self.secure, self.privacy = secure, privacy
         self.layout = Layout(module)
         if self.layout.d == 0:
             raise SettingError("model", type(module).__name__, "has no trainable parameters")
         if secure and self.layout.b:
             raise SettingError("secure", True, "needs a model without buffers; use group instead of batch normalisation")
+        if privacy is not None and (secure or self.layout.b or config.robust != "mean"):
+            raise SettingError("privacy", True, "needs a model without buffers, robust = 'mean', and secure = false")
         self.local = client_options(config)
         self.members = Members(self.layout)
         self.downlink = Downlink(config.downlink_bits, config.seed)
@@ -136,7 +148,7 @@ class FedAggStrategy(Strategy):
         self.average = self.now.w
         self.algorithm.start(self.now, module, self.layout)
         self.accepted: dict[int, tuple[int, int]] = {}
-        self.done, self.seconds = 0, 0.0
+        self.done, self.seconds, self.releases = 0, 0.0, 0
         self.turn: Turn | None = None
         self.grid: Grid | None = None
         self.extra = ConfigRecord()
@@ -144,7 +156,7 @@ class FedAggStrategy(Strategy):
         self.prepared = False
         self.about: list[dict[str, Any]] = []  # this process's lines of clients.jsonl
         form = repr((self.layout.parameters, self.layout.buffers))
-        self.identity = {"model": hashlib.blake2b(form.encode(), digest_size=16).hexdigest()}
+        self.identity = {"model": hashlib.blake2b(form.encode(), digest_size=16).hexdigest(), "privacy": repr(privacy)}
         folder = Path(out) if out is not None else None
         if folder is not None and (folder / "config.toml").exists():
             self.book = record.Record.resume(folder, config, self.identity)
@@ -227,16 +239,21 @@ class FedAggStrategy(Strategy):
         if not due:
             return []
         content = RecordDict({"arrays": messages.arrays(self.shown(now)), "config": config})
-        return [self.message(content, client, MessageType.EVALUATE) for client in sorted(self.members.nodes)]
+        turn.tests = [self.message(content, client, MessageType.EVALUATE) for client in sorted(self.members.nodes)]
+        return turn.tests
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """The nodes' own test results, weighted by their test samples; and the round's end: record, checkpoint."""
         assert self.turn is not None
-        turn, self.turn = self.turn, None
+        turn = self.turn
         row = describe(turn.t, turn.clients, self.algorithm) | ({"unchanged": True} if turn.skipped else {})
         scores: dict[int, tuple[float, float, float]] = {}
+        asked = {test.metadata.message_id: self.members.client(test.metadata.dst_node_id) for test in turn.tests}
         for reply in replies:
-            client = self.members.client(reply.metadata.src_node_id)
+            if reply.metadata.reply_to_message_id not in asked:
+                self.stray(reply)
+                continue
+            client = asked[reply.metadata.reply_to_message_id]
             facts = {} if reply.has_error() else dict(next(iter(reply.content.metric_records.values()), {}))
             size, loss, accuracy = (facts.get(name) for name in ("num-examples", "loss", "accuracy"))
             sound = all(isinstance(v, int | float) and 0 <= v < float("inf") for v in (size, loss, accuracy))
@@ -247,6 +264,8 @@ class FedAggStrategy(Strategy):
             row["loss"] = sum(size * loss for size, loss, _ in scores.values()) / total
             row["accuracy"] = sum(size * accuracy for size, _, accuracy in scores.values()) / total
             row["tested"] = len(scores)
+        if self.privacy is not None:
+            row["epsilon"] = epsilon(self.releases, self.privacy.noise_multiplier, self.privacy.delta)
         row["seconds"] = round(time.perf_counter() - turn.began, 6)
         about = describe_clients(turn.t, turn.clients) | {"nodes": self.members.names(turn.clients.ids)}
         if turn.remarks:
@@ -255,6 +274,7 @@ class FedAggStrategy(Strategy):
         self.book.round(row, about)
         self.done, self.seconds = turn.t + 1, self.seconds + row["seconds"]
         self.book.checkpoint(self.snapshot())
+        self.turn = None
         return MetricRecord({"loss": row["loss"], "accuracy": row["accuracy"]}) if total else None
 
     def finish(self, arrays: ArrayRecord) -> None:
@@ -276,6 +296,8 @@ class FedAggStrategy(Strategy):
             from fedagg.flower.secagg import VeiledClients
 
             kind = partial(VeiledClients, strategy=self)
+        if self.privacy is not None:
+            kind = partial(PrivateClients, strategy=self)
         return kind(
             engine=Remote(self, t, left_out),
             t=t,
@@ -331,16 +353,25 @@ class FedAggStrategy(Strategy):
         self.turn.remarks[client] = text
         log(WARNING, "round %s: client %s %s", self.turn.t + 1, client, text)
 
+    def stray(self, reply: Message) -> None:
+        """An answer to a question whose time is over. It is about a model that is no more: it counts for nothing."""
+        client = self.members.client(reply.metadata.src_node_id)
+        if client is not None:
+            self.remark(client, "answered too late; not used")
+
     def snapshot(self) -> Checkpoint:
         saved = freeze(self.done, self.now, self.average, self.algorithm, self.downlink)
         rows = [(client, *tag) for client, tag in sorted(self.accepted.items())]
         saved.tensors["accepted"] = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
-        saved.facts |= {"seconds": self.seconds, "identity": self.identity}
+        saved.facts |= {"seconds": self.seconds, "identity": self.identity, "releases": self.releases}
         return saved
 
     def restore(self, saved: Checkpoint) -> None:
         checkpoint.same_form(freeze(0, self.now, self.average, self.algorithm, self.downlink).tensors, saved.tensors)
         self.done, self.seconds = saved.round, float(saved.facts["seconds"])
         self.now, self.average = revive(saved, self.algorithm, self.downlink, torch.device("cpu"))
+        if self.privacy is not None:
+            # The round that was cut off may have shown a noisy model before it ended; done again, it shows another.
+            self.releases = int(saved.facts["releases"]) + 1
         self.accepted = {client: (t, step) for client, t, step in saved.tensors["accepted"].tolist()}
         log(INFO, "going on after round %s", self.done)

@@ -1,0 +1,144 @@
+"""Differential privacy in the centre: clipped updates, and noise in their sum before anything is made of it.
+
+What leaves the server is more than the next model: a mean field, rates, an optimiser's moments. Here the algorithm is
+given nothing but one noisy sum and what everybody knows, so that whatever it works out of them is as private as the sum.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedagg import wire
+from fedagg.clients import Clients, Outcome
+from fedagg.engines.base import Work
+from fedagg.errors import SettingError
+from fedagg.flat import Model
+
+if TYPE_CHECKING:
+    from fedagg.flower.strategy import FedAggStrategy
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """How a client's part in the run is hidden.
+
+    Args:
+        clipping_norm: the greatest length of a client's update; longer ones are shortened to it.
+        noise_multiplier: deviation of the noise in the sum of updates, as a multiple of `clipping_norm`.
+        delta: the δ for which the record tells ε.
+    """
+
+    clipping_norm: float
+    noise_multiplier: float
+    delta: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name in ("clipping_norm", "noise_multiplier"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise SettingError(name.replace("_", "-"), getattr(self, name), "give a number above 0")
+        if not 0 < self.delta < 1:
+            raise SettingError("delta", self.delta, "choose a number strictly between 0 and 1, e.g. 1e-5")
+
+    def noisy(self, total: Tensor) -> Tensor:
+        """The noise is the system's, not the run's: whoever knows the run's seed must not know it."""
+        noise = torch.from_numpy(np.random.default_rng().standard_normal(len(total)))
+        return total + self.noise_multiplier * self.clipping_norm * noise
+
+
+def epsilon(releases: int, noise_multiplier: float, delta: float) -> float:
+    r"""The ε of so many noisy sums together, exactly.
+
+    T Gaussian releases with multiplier z are as one with z/√T (Dong, Roth, Su 2019), and with μ = √T/z that one has
+    $\delta = \Phi(-ε/μ + μ/2) - e^ε\,\Phi(-ε/μ - μ/2)$ (Balle, Wang 2018). That a round may have asked only some of the
+    clients is not counted in favour.
+    """
+    mu = math.sqrt(releases) / noise_multiplier
+
+    def exceeds(eps: float) -> bool:
+        upper, lower = torch.special.log_ndtr(torch.tensor([-eps / mu + mu / 2, -eps / mu - mu / 2], dtype=torch.float64)).tolist()
+        return math.exp(upper) - math.exp(min(upper, eps + lower)) > delta  # rounding must not lift the second above the first
+
+    if releases == 0 or not exceeds(0.0):
+        return 0.0
+    low, high = 0.0, 1.0
+    while exceeds(high):
+        low, high = high, 2 * high
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if exceeds(middle) else (low, middle)
+    return high
+
+
+def planned(work: Work, moved: Tensor) -> Tensor:
+    """The rates of a client that moves evenly by `moved`, (L,): no client's own, but what the work itself says."""
+    high, epochs = float(torch.as_tensor(work.high).double().mean()), len(work.rate)
+    path = [(epoch / epochs * moved)[None] for epoch in range(epochs)]
+    return torch.cat([work.rates(epoch, w, torch.zeros_like(moved), high) for epoch, w in enumerate(path)])
+
+
+def updates_only(work: Work, who: str) -> None:
+    """Refuse work whose answer is more than an update."""
+    if work.trace or work.represent is not None or work.memory:
+        raise SettingError(who, True, "needs a method that asks for updates alone, such as fedavg, fedadam, fedcm or fedagg")
+
+
+@dataclass
+class PrivateClients(Clients):
+    """Participants of whom the algorithm, the record and the nodes learn one noisy sum.
+
+    An answer that is missing or not finite counts as an update of zero: who answered well must not change what the sum
+    is divided by. Nobody is judged by comparison with the others, for that would make one client's part depend on
+    another's. `outcome` stays empty, so that the record holds nothing of a single client.
+    """
+
+    strategy: FedAggStrategy | None = None
+
+    def train(self, work: Work, model: Model | None = None) -> Outcome:
+        strategy = self.strategy
+        assert strategy is not None
+        assert strategy.privacy is not None
+        updates_only(work, "privacy")
+        model, work = model or self.model, self.downlink.send(work, self.t, self.passes)
+        total, answered = torch.zeros(len(model.w), dtype=torch.float64), 0
+        for chunk in self.engine.run(model, work, self.jobs(), None):
+            for job, delta in zip(chunk.jobs, chunk.delta.double(), strict=True):
+                answered += 1
+                self.samples_seen += len(job.samples) * self.epochs
+                if not math.isfinite(length := float(delta.norm())):
+                    self.left_out[job.client] = "not finite"
+                    continue
+                total += delta * min(1.0, strategy.privacy.clipping_norm / max(length, 1e-30))
+        strategy.releases += 1
+        self.passes += 1
+        self.bytes_down += len(self.ids) * wire.down(work, model, self.downlink.bits)
+        self.bytes_up += answered * wire.up(work, model, self.epochs)
+        return self.told((strategy.privacy.noisy(total) / len(self.ids)).to(model.w), work, model)
+
+    def told(self, mean: Tensor, work: Work, model: Model) -> Outcome:
+        """The noisy mean update as an outcome in which every client did what the mean did."""
+        n, rates = len(self.ids), planned(work, mean)
+        travel = float(rates.double().sum()) * self.steps
+        along = mean @ work.field.T if work.field is not None else mean[:0]
+        ones = torch.ones(n, dtype=torch.float64)
+        return Outcome(
+            clients=list(self.ids),
+            mean=mean,
+            plain=mean,
+            velocity=mean / travel,
+            buffers=model.buffers,
+            theta=ones / n,
+            steps=ones * self.steps * self.epochs,
+            travel=ones * travel,
+            norm2=ones * float(mean.double().square().sum()),
+            along=ones[:, None] * along.double(),
+            loss=torch.zeros(n, dtype=torch.float64),
+            first=torch.zeros(n, dtype=torch.float64),
+            rates=rates.double().expand(n, -1),
+            sent=work.field,
+        )
