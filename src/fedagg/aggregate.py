@@ -75,8 +75,11 @@ class Octaves:
         for o in sorted({o for o in here if o is not None}):
             pick = [i for i, other in enumerate(here) if other == o]
             some = rows if len(pick) == len(here) else rows[pick]
-            part = weights[:, pick].to(some) @ some
-            self.sums[o] = self.sums[o] + part if o in self.sums else part
+            votes = weights[:, pick].to(some)
+            if o in self.sums:
+                self.sums[o].addmm_(votes, some)
+            else:
+                self.sums[o] = votes @ some
 
     def total(self, valid: Sequence[bool]) -> Tensor:
         kept = sorted({o for o, ok in zip(self.octaves, valid, strict=True) if ok and o is not None})

@@ -84,16 +84,15 @@ class Stage:
                 state.zero_()
 
     @torch.no_grad()
-    def step(self) -> None:
-        """One mini-batch of every client, at the cursor."""
-        order = self.order.index_select(0, self.cursor)[0]
-        scale = self.scale.index_select(0, self.cursor)[0]
-        flat = order.view(-1)
+    def step(self, width: int | None = None) -> None:
+        """One mini-batch of every client, at the cursor; `width` is how many samples of it are more than padding."""
+        flat = self.order.index_select(0, self.cursor)[0, :, :width].reshape(-1)
+        scale = self.scale.index_select(0, self.cursor)[0, :, :width]
         if self.x.is_contiguous():
-            torch.index_select(self.setting.x, 0, flat, out=self.x)
+            x = torch.index_select(self.setting.x, 0, flat, out=self.x[: len(flat)])
         else:
-            self.x = self.setting.x.index_select(0, flat)
-        loss = self.network.gradient(self.x, self.setting.y.index_select(0, flat), scale)
+            x = self.setting.x.index_select(0, flat)
+        loss = self.network.gradient(x, self.setting.y.index_select(0, flat), scale)
         self.loss += loss
         if self.mean is not None:
             self.mean += self.network.g
@@ -254,7 +253,7 @@ class Batched:
                     elif stage.graph is not None:
                         stage.graph.replay()
                     else:
-                        stage.step()
+                        stage.step(tail if step == per_epoch - 1 and min(sizes) == max(sizes) else batch)
                     if epoch == 0 and step == 0:
                         first = stage.loss.clone()
                 if gradients is not None and path is not None and stage.mean is not None:
