@@ -18,6 +18,7 @@ from torch.nn import functional
 
 import fedagg
 from fedagg import algorithms, models, seeding
+from fedagg.algorithms.fedagg import FedAgg
 from fedagg.algorithms.fedgh import FedGH
 from fedagg.clients import Clients, Outcome
 from fedagg.engines import Work
@@ -660,3 +661,34 @@ def test_the_worked_example_of_the_documentation_runs(capsys: pytest.CaptureFixt
         w = w + 0.8 * m
     np.testing.assert_allclose(ours, w, rtol=2e-5, atol=5e-6)
     np.testing.assert_allclose(plain, expected("fedavg", 3), rtol=2e-5, atol=5e-6)  # without momentum it is FedAvg
+
+
+def test_fedagg_begins_again_at_a_quarter_of_the_rate_when_the_first_steps_killed_the_model() -> None:
+    method = algorithms.build("fedagg", {"lr": 0.4})
+    assert isinstance(method, FedAgg)
+    module = make_linear()
+    layout = Layout(module)
+    untrained = layout.pack(module)
+    method.start(untrained, module, layout)
+    one = torch.ones((), dtype=torch.float64)
+    method.state |= {"known": 3 * one, "first_loss": 2.3 * one, "loss": 2.34 * one, "limit": 0.05 * one}
+    assert not method.stillborn()  # under 1.02 times the untrained model's
+    method.state["loss"] = 2.35 * one
+    assert method.stillborn()
+    assert torch.equal(method.restart().w, untrained.w)
+    assert method.reference() == pytest.approx(0.1)
+    assert not method.number("known")
+
+
+@pytest.mark.parametrize("settings", [{"epochs": 12, "batch_size": 4}, {"partition": "shards", "lr": 0.3}, {"lr": 0.9}])
+def test_fedagg_keeps_pace_and_rates_under_their_ceilings(settings: dict[str, Any]) -> None:
+    result = fedagg.run(dataset="mnist-mini", rounds=6, clients=20, **settings)
+    c = result.config
+    steps = -(-result.history[0]["samples"] // c.epochs // c.per_round // c.batch_size)  # clients of equal size
+    bound, shares = [], [row["own_share"] for row in result.history]  # what a row tells of λ is for the next round
+    for row, own in zip(result.history[1:], shares, strict=False):
+        ceiling = min(0.3, 16.0 / (steps * c.epochs), 2.0 * own)
+        assert 0 < row["pace"] <= ceiling + 1e-9
+        assert max(row["rate_max"]) <= ceiling + 1e-6
+        bound.append(row["pace"] == pytest.approx(ceiling))
+    assert any(bound)  # or the ceiling was never tried

@@ -523,21 +523,27 @@ def test_held_back_samples_take_the_place_of_the_test_set() -> None:
     made = Dataset(x, y, -x, y)
     split = made.held_back(0.2, seed=3)
     assert (len(split), len(split.x_test)) == (40, 10)
-    assert sorted([*split.x_train[:, 0].tolist(), *split.x_test[:, 0].tolist()]) == x[:, 0].tolist()  # each sample once, none of the test set's
-    assert torch.equal(split.y_test, split.x_test[:, 0].long() % 5) and torch.equal(split.y_train, split.x_train[:, 0].long() % 5)
+    assert (
+        sorted([*split.x_train[:, 0].tolist(), *split.x_test[:, 0].tolist()]) == x[:, 0].tolist()
+    )  # each sample once, none of the test set's
+    assert torch.equal(split.y_test, split.x_test[:, 0].long() % 5)
+    assert torch.equal(split.y_train, split.x_train[:, 0].long() % 5)
     assert torch.equal(split.x_test, made.held_back(0.2, seed=3).x_test)
     assert not torch.equal(split.x_test, made.held_back(0.2, seed=4).x_test)
-    with pytest.raises(SettingError, match="validation = 0.001"):
+    with pytest.raises(SettingError, match=r"validation = 0\.001"):
         made.held_back(0.001)
 
 
 def test_a_run_reports_on_what_was_held_back() -> None:
     import fedagg
 
-    wrong = Dataset(torch.eye(4).repeat(25, 1), torch.arange(100) % 4, torch.eye(4), torch.tensor([1, 2, 3, 0]))  # a test set of false labels
+    wrong = Dataset(
+        torch.eye(4).repeat(25, 1), torch.arange(100) % 4, torch.eye(4), torch.tensor([1, 2, 3, 0])
+    )  # a test set of false labels
     common = {"data": wrong, "clients": 4, "participation": 1.0, "rounds": 3, "lr": 0.5, "batch_size": 5}
     assert fedagg.run(**common).accuracy == 0.0
     found = fedagg.run(**common, validation=0.2)
-    assert found.accuracy == 1.0 and found.summary()["validation"] == 0.2
+    assert found.accuracy == 1.0
+    assert found.summary()["validation"] == 0.2
     with pytest.raises(SettingError, match="validation"):
         fedagg.run(data=wrong, parts=[range(50), range(50, 100)], validation=0.2)

@@ -33,6 +33,7 @@ class Scripted:
     note: str = "scripted"
     loss: float = 1.0
     length: float = 1.0
+    worse: float = 1.0  # what training makes of the loss
 
     def run(self, model: Model, work: Work, jobs: list[Job], memory: Any) -> Any:
         for job in jobs:
@@ -41,7 +42,7 @@ class Scripted:
                 jobs=[job],
                 delta=torch.full((1, D), self.length * (job.client + 1.0)),
                 buffers=torch.full((1, 2), float(job.client)),
-                loss=torch.tensor([self.loss]),
+                loss=torch.tensor([self.worse * self.loss]),
                 first=torch.tensor([self.loss]),
                 rates=torch.full((1, 3), 0.1) * (torch.arange(3) < job.epochs),
                 steps=torch.tensor([2 * job.epochs]),
@@ -272,7 +273,7 @@ def test_fedagg_does_not_take_spoilt_answers_for_a_broken_model() -> None:
     clients = federation_of(8, faults)
     moved = algorithm.round(clients.model, clients)
     assert len(clients.left_out) == 3
-    assert float(algorithm.state["caution"]) == 1.0
+    assert float(algorithm.state["limit"]) == float("inf")
     assert float(moved.w.abs().sum()) > 0
 
 
@@ -296,7 +297,24 @@ def test_fedagg_takes_clients_that_blew_up_for_a_broken_model(usual: float | Non
     back = algorithm.round(clients.model, clients)
     assert sorted(clients.left_out) == [0, 1, 2]
     assert torch.equal(back.w, torch.full((D,), 7.0))
-    assert float(algorithm.state["caution"]) == 0.5
+    assert float(algorithm.state["limit"]) == pytest.approx(0.05)  # half of the rate that did it
+
+
+@pytest.mark.parametrize(("worse", "used"), [(1.49, True), (1.51, False)])
+def test_fedagg_slows_down_when_training_makes_the_loss_worse(worse: float, used: bool) -> None:
+    algorithm = started()
+    clients = federation_of(8, Faults(), engine=Scripted(worse=worse))
+    moved = algorithm.round(clients.model, clients)
+    assert (float(moved.w.abs().sum()) > 0) == used
+    assert float(algorithm.state["limit"]) == (float("inf") if used else pytest.approx(0.05))
+    if not used:
+        calm = federation_of(8, Faults(), t=1)
+        algorithm.round(calm.model, calm)
+        assert algorithm.figures()["pace"] == pytest.approx(0.05)
+        assert algorithm.figures()["caution"] == pytest.approx(0.5)
+        later = federation_of(8, Faults(), t=2)
+        algorithm.round(later.model, later)
+        assert algorithm.figures()["pace"] <= 0.05 * 1.1 + 1e-12  # it grows back slowly
 
 
 def test_fedagg_takes_back_a_step_after_which_everybody_blows_up_but_not_one_after_which_nobody_answers() -> None:

@@ -44,7 +44,9 @@ class Config(BaseModel):
     batch_size: int = Field(32, ge=1, description="mini-batch size")
     lr: float = Field(0.01, gt=0, lt=1e6, description="base learning rate; FedAgg only starts from it")
     seed: int = Field(0, ge=0, description="seed of everything: partition, initial weights, participants, batches")
-    validation: float = Field(0.0, ge=0, lt=1, description="share of the training data held back, to report on instead of the test set")
+    validation: float = Field(
+        0.0, ge=0, lt=1, description="share of the training data held back, to report on instead of the test set"
+    )
     normalize: bool = Field(False, description="standardise inputs per channel instead of scaling them to [0, 1]")
 
     alpha: float = Field(0.1, gt=0, lt=1, description="FedAgg: weight of the rate against the deviation, in (0, 1)")

@@ -28,7 +28,7 @@ LOSS_JUMP = 1.5  # a training loss over this multiple of its running mean means 
 LOST_SHARE = 0.2  # so do more clients than this that blew up
 TRIAL_ROUNDS = 3  # after these the model must be better than untrained
 STILLBORN = 1.02  # times the untrained model's loss
-RECOVERY = 1.2  # the pace, halved when a round is undone, grows back by this a round
+RECOVERY = 1.1  # the limit that a lost round puts on the pace, half of what went wrong, grows by this a round
 KEPT = ("phi1", "known", "agreement", "distance", "gradients2", "weighted2")  # what an undone round gives back
 
 
@@ -41,12 +41,13 @@ class FedAgg(Algorithm):
     pace: str = "weighted"
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
-        self.departure = self.going = math.nan
-        self.reset(model)
+        self.departure = self.going = self.caution = math.nan
+        self.reset(model, self.lr)
 
-    def reset(self, model: Model) -> None:
+    def reset(self, model: Model, base: float) -> None:
         zero = torch.zeros((), dtype=torch.float64)
         self.state |= {
+            "base": zero + base,  # the rate to begin with
             "w0": model.w,  # where training began
             "buffers0": model.buffers,
             "phi1": torch.zeros_like(model.w),  # the aggregated gradient, one for all epochs
@@ -55,7 +56,7 @@ class FedAgg(Algorithm):
             "distance": zero.clone(),
             "gradients2": zero.clone(),
             "weighted2": zero.clone(),
-            "caution": zero + 1.0,  # halved whenever a round had to be undone
+            "limit": zero + math.inf,  # on the pace: half of one that went wrong
             "loss": zero + math.nan,
             "first_loss": zero + math.nan,  # of the untrained model
         }
@@ -73,20 +74,22 @@ class FedAgg(Algorithm):
     def reference(self) -> float:
         """η_ref, the pace of the federation: distance travelled over gradients met; the base rate at first."""
         if not self.number("known") or self.pace == "base":
-            return self.lr * self.number("caution")
+            return self.number("base")
         far = self.number("distance")
         if self.pace == "weighted":
-            return self.number("caution") * meanfield.distance_pace(far * far, self.number("weighted2"))
-        return self.number("caution") * meanfield.distance_pace(far, self.number("gradients2"))
+            return meanfield.distance_pace(far * far, self.number("weighted2"))
+        return meanfield.distance_pace(far, self.number("gradients2"))
 
     def plan(self, phi1: Tensor, clients: Clients) -> Work:
         """Theorem 1 around the path that the average client is about to take: φ2[k] = w̄ - η_ref k S φ1."""
         own, steps, epochs = self.own_share(), clients.steps, clients.epochs
-        self.going = pace = self.reference()
-        if not self.number("known"):
-            return Work(rate=clients.constant(pace))
+        known, free = self.number("known"), self.reference()
         ceiling = min(PACE_CEILING, ROUND_TRAVEL / (steps * epochs), PACE_PER_OWN * own)
-        self.going = pace = min(pace, ceiling)
+        free = min(free, ceiling) if known else free
+        self.going = pace = min(free, self.number("limit"))
+        self.caution = pace / free
+        if not known:
+            return Work(rate=clients.constant(pace))
         norm2 = steps * steps * float(phi1.double().square().sum())  # |S φ1|²
         ahead = torch.arange(1, epochs + 1, dtype=torch.float64).flip(0).cumsum(0).flip(0)  # Σ_{k>p} k
         rate, slope = meanfield.affine_rates(torch.full((epochs, epochs), norm2), -pace * norm2 * ahead, self.alpha)
@@ -94,7 +97,7 @@ class FedAgg(Algorithm):
             rate=rate,
             slope=steps * slope.sum(1, keepdim=True),
             low=RATE_BAND[0] * pace,
-            high=min(RATE_BAND[1] * pace, ceiling),
+            high=min(RATE_BAND[1] * pace, ceiling, self.number("limit")),
             own=own,
             field=phi1[None],
             mix=torch.full((epochs, 1), 1.0 - own),
@@ -114,6 +117,9 @@ class FedAgg(Algorithm):
         if self.stillborn():
             return self.restart()
         self.keep(model)
+        if self.unruly(out):
+            self.slow_down()
+            return model
         self.learn(out, clients)
         nxt = model.moved(out.mean, out.buffers)
         self.travelled(nxt, clients)
@@ -158,8 +164,17 @@ class FedAgg(Algorithm):
         if not loss - doubt <= LOSS_JUMP * usual:
             return True
         self.state["loss"] = torch.tensor((usual + loss) / 2, dtype=torch.float64)
-        self.state["caution"] = (self.state["caution"] * RECOVERY).clamp(max=1.0)
+        self.state["limit"] = self.state["limit"] * RECOVERY
         return False
+
+    def unruly(self, out: Outcome) -> bool:
+        """Did the clients' own training make the loss worse than where it began? Then the rate is beyond what their losses bear,
+        and what they bring back is no use. At a rate of zero both losses are the same, so this cannot go on for ever."""
+        doubt = 3.0 * float(out.first.std()) / math.sqrt(len(out.clients)) if len(out.clients) > 1 else math.inf
+        return float(out.loss.mean()) > LOSS_JUMP * (float(out.first.mean()) + doubt)
+
+    def slow_down(self) -> None:
+        self.state["limit"] = torch.tensor(self.going / 2, dtype=torch.float64)
 
     def stillborn(self) -> bool:
         """The first steps had no mean field and so no pace of their own. Did they kill the model? Then it is, after a few rounds,
@@ -181,17 +196,16 @@ class FedAgg(Algorithm):
 
     def undo(self) -> Model:
         """Back to the last good model, at half the pace."""
-        self.state["caution"] = self.state["caution"] / 2
+        self.slow_down()
         self.state |= {name: self.state[f"good/{name}"] for name in KEPT}
         return Model(self.state["good/w"], self.state["good/buffers"])
 
     def restart(self) -> Model:
-        """Begin again from the untrained model, far more carefully."""
-        model, cautious = Model(self.state["w0"], self.state["buffers0"]), self.state["caution"] / 4
-        self.reset(model)
-        self.state["caution"] = cautious
+        """Begin again from the untrained model, at a quarter of the rate."""
+        model = Model(self.state["w0"], self.state["buffers0"])
+        self.reset(model, self.number("base") / 4)
         return model
 
     def figures(self) -> dict[str, float]:
-        now = {"pace": self.going, "own_share": self.own_share(), "caution": self.number("caution")}
+        now = {"pace": self.going, "own_share": self.own_share(), "caution": self.caution}
         return now | {"departure": self.departure}

@@ -93,8 +93,8 @@ class Dataset:
         return Dataset(x_train, self.y_train, x_test, self.y_test, self.name, self.classes)
 
     def held_back(self, share: float, seed: int = 0) -> Dataset:
-        """A share of the training samples, drawn at random, takes the place of the test set: choose settings on these, report on the
-        test set once they are chosen."""
+        """A share of the training samples, drawn at random, takes the place of the test set: choose settings on these, and report
+        on the test set once they are chosen."""
         count = round(share * len(self))
         if not 0 < count < len(self):
             raise SettingError("validation", share, f"leaves {count} of {len(self)} samples to report on; both parts need some")

@@ -129,8 +129,8 @@ def turned(w: Tensor, back: bool) -> Tensor:
 
 
 def unrolled(x: Tensor, k: int, padding: int, width: int, sums: Tensor | None = None) -> Tensor:
-    """x (images, C, H, W) in channels-last memory as (images, C, k, H + 2p, width), see `kernels.unroll`. `sums` (n, C) gets the sum
-    over every client's images."""
+    """x (images, C, H, W) in channels-last memory as (images, C, k, H + 2p, width), see `kernels.unroll`. `sums` (n, C) gets
+    the sum over every client's images."""
     x = x.contiguous(memory_format=torch.channels_last)
     images, channels, height, across = x.shape
     y = torch.empty(images, channels, k, height + 2 * padding, width, device=x.device)
@@ -138,9 +138,7 @@ def unrolled(x: Tensor, k: int, padding: int, width: int, sums: Tensor | None = 
     tile: dict[str, Any] = {"BP": int(min(128, triton.next_power_of_2(plane))), "BC": min(32, triton.next_power_of_2(channels))}
     grid = (images * triton.cdiv(plane, tile["BP"]), triton.cdiv(channels, tile["BC"]))
     part = x.new_empty(grid[0], channels) if sums is not None else y
-    kernels.unroll[grid](
-        x, y, part, height, across, padding, channels, WO=width, PLANE=plane, K=k, SUM=sums is not None, **tile
-    )
+    kernels.unroll[grid](x, y, part, height, across, padding, channels, WO=width, PLANE=plane, K=k, SUM=sums is not None, **tile)
     if sums is not None:
         torch.sum(part.view(len(sums), -1, channels), 1, out=sums)
     return y

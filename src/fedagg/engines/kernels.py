@@ -122,9 +122,9 @@ def unroll(
     BP: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """y[image, c, j, r, s] = x[image, r - P, s + j - P, c]: from channels-last to channels-first, padded, in K copies shifted by one
-    column each and cut to the output's width. With K = 1 and no padding it is a change of memory order, and can leave the sums of its
-    blocks' pixels behind, sum[block, c]."""
+    """y[image, c, j, r, s] = x[image, r - P, s + j - P, c]: from channels-last to channels-first, padded, in K copies shifted by
+    one column each and cut to the output's width. With K = 1 and no padding it is a change of memory order, and can leave the sums
+    of its blocks' pixels behind, sum[block, c]."""
     blocks = tl.cdiv(PLANE, BP)
     image = (tl.program_id(0) // blocks).to(tl.int64)
     p = tl.program_id(0) % blocks * BP + tl.arange(0, BP)
@@ -230,7 +230,8 @@ def step(
     MASK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """w[n] -= rate[n] (own g[n] + shift + prox (w[n] - start) - memory[n]) mask, in one pass over the weights, whose rows begin every ROW numbers."""
+    """w[n] -= rate[n] (own g[n] + shift + prox (w[n] - start) - memory[n]) mask, in one pass over the weights, whose rows
+    begin every ROW numbers."""
     n = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = at < D
