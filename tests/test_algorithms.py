@@ -692,3 +692,12 @@ def test_fedagg_keeps_pace_and_rates_under_their_ceilings(settings: dict[str, An
         assert max(row["rate_max"]) <= ceiling + 1e-6
         bound.append(row["pace"] == pytest.approx(ceiling))
     assert any(bound)  # or the ceiling was never tried
+
+
+def test_fedagg_stands_still_where_there_is_nothing_to_learn() -> None:
+    """One class: every gradient is zero, nobody moves, and the pace has neither distance nor gradients to go by."""
+    x, y = torch.ones(40, 3), torch.zeros(40, dtype=torch.int64)
+    network = nn.Sequential(nn.Linear(3, 1))
+    result = fedagg.run(data=fedagg.Dataset(x, y, x, y), model=network, clients=4, participation=1.0, rounds=3)
+    assert [row["pace"] for row in result.history] == [0.01, 0.0, 0.0]
+    assert all(torch.equal(a, b) for a, b in zip(result.model.parameters(), network.parameters(), strict=True))

@@ -87,7 +87,7 @@ class FedAgg(Algorithm):
         ceiling = min(PACE_CEILING, ROUND_TRAVEL / (steps * epochs), PACE_PER_OWN * own)
         free = min(free, ceiling) if known else free
         self.going = pace = min(free, self.number("limit"))
-        self.caution = pace / free
+        self.caution = pace / free if free else 1.0  # nobody has moved: every gradient was zero
         if not known:
             return Work(rate=clients.constant(pace))
         norm2 = steps * steps * float(phi1.double().square().sum())  # |S φ1|²
@@ -160,8 +160,7 @@ class FedAgg(Algorithm):
         if not self.number("known"):
             self.state["loss"] = self.state["first_loss"] = torch.tensor(loss, dtype=torch.float64)
             return False
-        doubt = 3.0 * float(out.first.std()) / math.sqrt(len(out.clients)) if len(out.clients) > 1 else math.inf
-        if not loss - doubt <= LOSS_JUMP * usual:
+        if not loss - doubt(out) <= LOSS_JUMP * usual:
             return True
         self.state["loss"] = torch.tensor((usual + loss) / 2, dtype=torch.float64)
         self.state["limit"] = self.state["limit"] * RECOVERY
@@ -170,8 +169,7 @@ class FedAgg(Algorithm):
     def unruly(self, out: Outcome) -> bool:
         """Did the clients' own training make the loss worse than where it began? Then the rate is beyond what their losses bear,
         and what they bring back is no use. At a rate of zero both losses are the same, so this cannot go on for ever."""
-        doubt = 3.0 * float(out.first.std()) / math.sqrt(len(out.clients)) if len(out.clients) > 1 else math.inf
-        return float(out.loss.mean()) > LOSS_JUMP * (float(out.first.mean()) + doubt)
+        return float(out.loss.mean()) > LOSS_JUMP * (float(out.first.mean()) + doubt(out))
 
     def slow_down(self) -> None:
         self.state["limit"] = torch.tensor(self.going / 2, dtype=torch.float64)
@@ -209,3 +207,8 @@ class FedAgg(Algorithm):
     def figures(self) -> dict[str, float]:
         now = {"pace": self.going, "own_share": self.own_share(), "caution": self.caution}
         return now | {"departure": self.departure}
+
+
+def doubt(out: Outcome) -> float:
+    """Three standard errors of the mean loss that the clients began with."""
+    return 3.0 * float(out.first.std()) / math.sqrt(len(out.clients)) if len(out.clients) > 1 else math.inf
