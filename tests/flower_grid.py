@@ -73,3 +73,13 @@ class HereGrid(Grid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         raise NotImplementedError
+
+
+class PowerCut(BaseException):
+    """The server's machine goes dark: nothing may catch it."""
+
+
+def dies_in_round_3(sent: Message, reply: Message) -> list[Message]:
+    if reply.metadata.group_id == "3":
+        raise PowerCut
+    return [reply]

@@ -20,7 +20,7 @@ from fedagg.flower import FedAggStrategy, client_app
 from fedagg.flower.data import node_data
 from fedagg.flower.messages import payload
 from fedagg.flower.server import CUSTOM, split
-from flower_grid import HereGrid
+from flower_grid import HereGrid, PowerCut, dies_in_round_3
 
 NODES = 4
 DATA = fedagg.data.load("mnist-mini")
@@ -352,17 +352,9 @@ def test_a_restarted_server_goes_on_as_if_nothing_had_happened(method, tmp_path)
             context.node_config["state-dir"] = str(tmp_path / "state")
         return grid
 
-    class PowerCut(BaseException):
-        pass
-
-    def dies(sent, reply):
-        if reply.metadata.group_id == "3":
-            raise PowerCut
-        return [reply]
-
     config = settings(algorithm=method, downlink_bits=3, rounds=4)
     with pytest.raises(PowerCut):
-        FedAggStrategy(model(), config, out=tmp_path / "cut").run(nodes(dies), wait=0)
+        FedAggStrategy(model(), config, out=tmp_path / "cut").run(nodes(dies_in_round_3), wait=0)
     again = FedAggStrategy(model(), config, out=tmp_path / "cut")
     assert again.done == 2
     again.run(nodes(), wait=0)

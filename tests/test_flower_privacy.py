@@ -18,7 +18,7 @@ from fedagg.errors import SettingError
 from fedagg.flower import FedAggStrategy, Privacy, client_app
 from fedagg.flower.privacy import epsilon
 from fedagg.flower.server import split
-from flower_grid import HereGrid
+from flower_grid import HereGrid, PowerCut, dies_in_round_3
 from test_flower import BAD, NODES, federated, model, node, settings, spoil, trains, with_weights
 
 
@@ -218,16 +218,8 @@ def test_epsilon_is_where_delta_says(releases, noise, delta):
 def test_a_restarted_server_counts_the_round_that_was_cut_off(tmp_path):
     privacy = Privacy(CLIP, 1.0)
 
-    class PowerCut(BaseException):
-        pass
-
-    def dies(sent, reply):
-        if reply.metadata.group_id == "3":
-            raise PowerCut
-        return [reply]
-
     with pytest.raises(PowerCut):
-        private(privacy, dies, out=tmp_path, rounds=3)
+        private(privacy, dies_in_round_3, out=tmp_path, rounds=3)
     with pytest.raises(SettingError, match="privacy"):
         private(None, out=tmp_path, rounds=3)
     again, _ = private(privacy, out=tmp_path, rounds=3)
