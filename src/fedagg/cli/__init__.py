@@ -10,6 +10,7 @@ import typer
 
 from fedagg.cli import bench, bounds, catalogue, compare, datasets, flower, partition, plot, report, reproduce, train
 from fedagg.cli.show import err
+from fedagg.engines.distributed import leave
 from fedagg.errors import FedaggError
 
 app = typer.Typer(
@@ -37,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
     warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}", "yellow")
     try:
         status = app(arguments if arguments is not None else sys.argv[1:], standalone_mode=False)
-        sys.exit(status if isinstance(status, int) else 0)
+        leave(status if isinstance(status, int) else 0)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(2)
@@ -49,7 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
         complain("out of memory; lower --chunk, --batch-size or --clients, then go on with --resume")
     except (KeyboardInterrupt, click.Abort):
         err.print("stopped")
-        sys.exit(130)
+        leave(130)
 
 
 def say(message: str, style: str) -> None:
@@ -59,4 +60,4 @@ def say(message: str, style: str) -> None:
 
 def complain(message: str) -> None:
     say(f"fedagg: {message}", "red")
-    sys.exit(2)
+    leave(2)

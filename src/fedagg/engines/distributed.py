@@ -9,8 +9,10 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
+from typing import NoReturn
 
 import torch
 from torch import Tensor, distributed
@@ -39,6 +41,7 @@ class Team:
     def part(self) -> None:
         """Wait for one another at the end: a process that left early would look like one that died."""
         self.sum(torch.zeros(1))
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to save
 
     def sum(self, tensor: Tensor) -> Tensor:
         return self.reduce(tensor, distributed.ReduceOp.SUM)
@@ -61,6 +64,15 @@ def end_cleanly(number: int, frame: FrameType | None) -> None:
     """torchrun ends the others when one process dies: once is enough, what was done is being saved."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise PeerGone("asked to stop, most likely because another process of the run is gone; start again with --resume")
+
+
+def leave(status: int) -> NoReturn:
+    """End the process. With a team, at once: its threads can abort a Python that is being taken down (pytorch/pytorch#179291)."""
+    if distributed.is_available() and distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 class Distributed:
