@@ -163,7 +163,7 @@ class Gathered:
 
     def add(self, chunk: Chunk, work: Work) -> None:
         sizes = torch.tensor([float(len(job.samples)) for job in chunk.jobs], dtype=torch.float64)
-        norm2 = chunk.delta.square().sum(1, dtype=torch.float64)
+        norm2 = torch.linalg.vector_norm(chunk.delta, dim=1).double().square()
         along = chunk.delta @ work.field.T if work.field is not None else chunk.delta[:, :0]
         row = {
             "size": sizes,

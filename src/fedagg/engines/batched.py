@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,15 @@ class Network(Protocol):
     generator: torch.Generator | None  # of its dropout; without one it draws from torch's own
 
     def gradient(self, x: Tensor, y: Tensor, scale: Tensor) -> Tensor: ...
+
+
+@runtime_checkable
+class Descending(Network, Protocol):
+    """A network that can step along its gradient as it makes it."""
+
+    linear: Sequence[object]  # the layers that do; without any, there is nothing to gain
+
+    def descend(self, x: Tensor, y: Tensor, scale: Tensor, step: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,9 @@ class Stage:
         self.plain = self.stepper.m is None and not self.setting.local.clip and not self.setting.local.weight_decay
         terms = (self.shape.shift, self.shape.prox, self.shape.memory, self.shape.mask)
         self.bare = self.plain and not any(terms)  # gradient descent and no more: one pass over the weights
+        # Terms that do not depend on where the client is may follow a step along the gradient.
+        follows = self.plain and not (self.shape.prox or self.shape.mask or self.shape.trace)
+        self.descending = self.network if follows and isinstance(self.network, Descending) and self.network.linear else None
 
     def reset(self) -> None:
         self.cursor.zero_()
@@ -92,8 +104,12 @@ class Stage:
             x = torch.index_select(self.setting.x, 0, flat, out=self.x[: len(flat)])
         else:
             x = self.setting.x.index_select(0, flat)
-        loss = self.network.gradient(x, self.setting.y.index_select(0, flat), scale)
-        self.loss += loss
+        y = self.setting.y.index_select(0, flat)
+        if self.descending is not None:
+            self.loss += self.descend(self.descending, x, y, scale)
+            self.cursor += 1
+            return
+        self.loss += self.network.gradient(x, y, scale)
         if self.mean is not None:
             self.mean += self.network.g
         if self.plain and self.network.w.is_cuda:
@@ -105,6 +121,15 @@ class Stage:
         else:
             self.update((scale[:, :1] > 0).to(scale.dtype))
         self.cursor += 1
+
+    def descend(self, network: Descending, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+        rate = self.rate * (scale[:, :1] > 0)
+        loss = network.descend(x, y, scale, rate * self.own)
+        if self.shift is not None:
+            network.w.addcmul_(self.shift, rate, value=-1.0)
+        if self.memory is not None:
+            network.w.addcmul_(self.memory, rate)
+        return loss
 
     def update(self, active: Tensor) -> None:
         w, g = self.network.w, self.network.g
@@ -223,7 +248,8 @@ class Batched:
         stage.scale[: len(order)].copy_(scale)
         stage.own.fill_(work.own)
         stage.prox.fill_(work.prox)
-        stage.start.copy_(model.w)
+        if work.prox:
+            stage.start.copy_(model.w)
         network.w.copy_(model.w.expand(n, -1))
         network.buffers.copy_(model.buffers.expand(n, -1))
         own = None

@@ -50,8 +50,13 @@ class Threaded:
         # The longest first, so that no core waits long for another's last client; handed back in the order asked for.
         order = sorted(range(len(jobs)), key=lambda i: -len(jobs[i].samples) * jobs[i].epochs)
         futures = {index: self.pool.submit(client, index) for index in order}
-        for index in range(len(jobs)):
-            yield futures.pop(index).result()
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # who sums up must not take the clients' cores: torch's own threads wait busily
+        try:
+            for index in range(len(jobs)):
+                yield futures.pop(index).result()
+        finally:
+            torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)
