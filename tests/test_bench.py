@@ -95,7 +95,7 @@ def keeping(ends: list[torch.Tensor]) -> Any:
 def test_the_page_and_the_numbers_are_kept(result: dict[str, Any], tmp_path: Path) -> None:
     page = table.keep(result, tmp_path)
     text = page.read_text()
-    assert page.name.endswith("-linear.md")
+    assert page.name.endswith(f"-linear-{result['task']['samples']}.md")
     assert page.name.startswith(result["machine"]["date"])
     assert json.loads(page.with_suffix(".json").read_text()) == result
     assert sum(line.startswith("| ") for line in text.splitlines()) == 1 + len(result["rows"])

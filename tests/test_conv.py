@@ -86,8 +86,18 @@ def single(dropout: float = 0.0) -> nn.Sequential:
         )
 
 
+def idle() -> nn.Sequential:
+    """A layer that does nothing between two that share memory, and a linear layer whose input needs a gradient."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Dropout(0.0), nn.MaxPool2d(2), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(),
+            nn.Identity(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3),
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("kind", ["plain", "prox", "mixed", "per client", "memory", "mask", "trace"])
-@pytest.mark.parametrize(("make", "shape"), [(single, (1, 8, 8)), (chain, (2, 8, 8))])
+@pytest.mark.parametrize(("make", "shape"), [(single, (1, 8, 8)), (chain, (2, 8, 8)), (idle, (2, 8, 8))])
 def test_threads_without_autograd_agree_with_the_plain_engine(make: Any, shape: tuple[int, ...], kind: str) -> None:
     setting = make_setting(make(), shape, Local(epochs=2, batch_size=4))
     work, model = works(setting.layout.d)[kind], setting.layout.pack(setting.module)

@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from fedagg import files
+from fedagg.bench.task import Task
 
 COLUMNS = ("rival", "s/round", "fastest to slowest", "× plain", "start-up s", "memory", "of peak")
 
@@ -81,10 +82,13 @@ def page(result: dict[str, Any]) -> str:
 
 
 def keep(result: dict[str, Any], folder: Path) -> Path:
-    """Write <date>-<machine>-<model>.json and .md; a second run on the same day replaces the first."""
+    """Write <date>-<machine>-<model>.json and .md, with the samples of a client where they are not the usual 600; a second
+    run on the same day replaces the first."""
     m = result["machine"]
     name = m["device"] if m["device"] != "cpu" else f"{m['cores']}-core-{m['processor'].rpartition('(')[2]}"
     stem = f"{m['date']}-{re.sub('[^a-z0-9_]+', '-', name.lower()).strip('-')}-{result['task']['model']}"
+    samples = result["task"]["samples"]
+    stem += f"-{samples}" if samples != Task.samples else ""
     files.folder(folder)
     files.write(folder / f"{stem}.json", json.dumps(result, indent=1) + "\n")
     files.write(folder / f"{stem}.md", page(result))
