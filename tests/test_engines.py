@@ -146,10 +146,19 @@ def test_forms_agree_with_the_plain_engine(make: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"momentum": 0.9}, {"weight_decay": 0.1}, {"clip": 0.5}, {"optimizer": "adam"}, {"optimizer": "adam", "clip": 0.1}]
+    "options",
+    [
+        {"momentum": 0.9},
+        {"weight_decay": 0.1},
+        {"clip": 0.5},
+        {"optimizer": "adam"},
+        {"optimizer": "adam", "clip": 0.1},
+        {"augment": "crop"},
+        {"augment": "crop-flip", "momentum": 0.5},
+    ],
 )
 @pytest.mark.parametrize("make", [chain, odd])
-def test_client_optimisers_agree(make: Any, options: dict[str, Any]) -> None:
+def test_client_options_agree(make: Any, options: dict[str, Any]) -> None:
     setting = make_setting(make(), (2, 8, 8), Local(epochs=2, batch_size=4, **options))
     work, model = works(setting.layout.d)["plain"], setting.layout.pack(setting.module)
     expected = list(Sequential(setting).run(model, work, job_list(), None))

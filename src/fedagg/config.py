@@ -80,6 +80,7 @@ class Config(BaseModel):
     momentum: float = Field(0.0, ge=0, lt=1, description="momentum of the clients' SGD")
     weight_decay: float = Field(0.0, ge=0, description="weight decay on the clients")
     clip: float = Field(0.0, ge=0, description="largest norm of a mini-batch gradient; 0 for no clipping")
+    augment: Literal["none", "crop", "crop-flip"] = Field("none", description="shift (and mirror) images at random in training")
     norm: Literal["batch", "group", "none"] | None = Field(None, description="normalisation, where the model has any")
     dropout: float | None = Field(None, ge=0, lt=1, description="the model's dropout, where it has any")
 

@@ -153,6 +153,8 @@ def run(
         raise SettingError("validation", config.validation, "parts name samples of the whole training set; give one of the two")
     data = data.held_back(config.validation, config.seed) if config.validation else data
     data = data.normalized() if config.normalize else data
+    if config.augment != "none" and len(data.shape) != 3:
+        raise SettingError("augment", config.augment, f"needs images; samples of {data.name} have the shape {data.shape}")
     parts = check_parts(parts, data) if parts is not None else deal(config, data)
     module = copy.deepcopy(model) if model is not None else build_model(config, data)
     layout = Layout(module)
@@ -308,6 +310,7 @@ def client_options(config: Config) -> Local:
         momentum=config.momentum,
         weight_decay=config.weight_decay,
         clip=config.clip,
+        augment=config.augment,
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedagg import seeding
+from fedagg.engines.augment import draw
 from fedagg.flat import Layout, Model
 from fedagg.meanfield import bound_rates
 
@@ -78,6 +79,7 @@ class Local:
     clip: float = 0.0  # largest norm of a mini-batch gradient; 0 for none
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
+    augment: str = "none"  # what is done to images before a client trains on them
 
     def steps(self, size: int) -> int:
         """Mini-batches an epoch of a client with `size` samples."""
@@ -97,6 +99,10 @@ class Job:
     def order(self) -> Tensor:
         """Indices into the training set in the order they are used, (epochs, D_i)."""
         return self.samples[seeding.batches(self.seed, len(self.samples), self.epochs)]
+
+    def drawn(self, augment: str) -> Tensor:
+        """What happens to each of them before it is used, (epochs, D_i)."""
+        return draw(self.seed, len(self.samples), self.epochs, augment)
 
 
 @dataclass

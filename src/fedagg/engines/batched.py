@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fedagg import seeding
+from fedagg.engines.augment import augmented
 from fedagg.engines.base import Chunk, Job, Memory, Setting, Stepper, Work, class_means
 from fedagg.flat import Model, Workspace
 
@@ -70,6 +71,7 @@ class Stage:
         n, batch, d, device = self.shape.n, self.shape.batch, self.setting.layout.d, self.setting.device
         self.order = torch.zeros(self.capacity, n, batch, dtype=torch.int64, device=device)
         self.scale = torch.zeros(self.capacity, n, batch, device=device)
+        self.drawn = torch.zeros_like(self.order) if self.setting.local.augment != "none" else None
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
         self.x = self.setting.x[: n * batch].new_empty(n * batch, *self.setting.x.shape[1:])
         self.rate = torch.zeros(n, 1, device=device)
@@ -104,6 +106,8 @@ class Stage:
             x = torch.index_select(self.setting.x, 0, flat, out=self.x[: len(flat)])
         else:
             x = self.setting.x.index_select(0, flat)
+        if self.drawn is not None:
+            x = augmented(x, self.drawn.index_select(0, self.cursor)[0, :, :width].reshape(-1))
         y = self.setting.y.index_select(0, flat)
         if self.descending is not None:
             self.loss += self.descend(self.descending, x, y, scale)
@@ -237,7 +241,7 @@ class Batched:
         per_epoch = -(-max(sizes) // batch)
         tail = max(sizes) - (per_epoch - 1) * batch
         epochs = max(job.epochs for job in jobs)
-        order, scale = schedule(jobs, batch, per_epoch, epochs)
+        order, scale, drawn = schedule(jobs, batch, per_epoch, epochs, local.augment)
         stage = self.stage(work, n, batch, len(order))
         network = stage.network
         # With batch statistics the short last batch is a shape of its own; all clients of the group share it.
@@ -246,6 +250,8 @@ class Batched:
         stage.reset()
         stage.order[: len(order)].copy_(order)
         stage.scale[: len(order)].copy_(scale)
+        if stage.drawn is not None:
+            stage.drawn[: len(order)].copy_(drawn)
         stage.own.fill_(work.own)
         stage.prox.fill_(work.prox)
         if work.prox:
@@ -275,7 +281,7 @@ class Batched:
                     stage.shift.copy_(shift)
                 for step in range(per_epoch):
                     if short is not None and step == per_epoch - 1:
-                        self.hand_over(stage, short, order[epoch * per_epoch + step, :, :tail])
+                        self.hand_over(stage, short, epoch * per_epoch + step)
                     elif stage.graph is not None:
                         stage.graph.replay()
                     else:
@@ -303,11 +309,13 @@ class Batched:
             counts=held,
         )
 
-    def hand_over(self, stage: Stage, short: Stage, order: Tensor) -> None:
+    def hand_over(self, stage: Stage, short: Stage, at: int) -> None:
         """Make one step in another batch size: the short stage borrows everything that lives on, and gives it back."""
         short.cursor.zero_()
-        short.order[0].copy_(order)
-        short.scale[0].fill_(1.0 / order.shape[1])
+        short.order[0].copy_(stage.order[at, :, : short.shape.batch])
+        short.scale[0].fill_(1.0 / short.shape.batch)
+        if stage.drawn is not None and short.drawn is not None:
+            short.drawn[0].copy_(stage.drawn[at, :, : short.shape.batch])
         pairs = [
             (stage.network.w, short.network.w),
             (stage.network.buffers, short.network.buffers),
@@ -386,17 +394,20 @@ def free_memory(device: torch.device) -> int:
         return 4 << 30
 
 
-def schedule(jobs: Sequence[Job], batch: int, per_epoch: int, epochs: int) -> tuple[Tensor, Tensor]:
-    """Sample indices (steps, n, batch) and their weights in the mean loss of their batch: 0 for padding."""
+def schedule(jobs: Sequence[Job], batch: int, per_epoch: int, epochs: int, augment: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Sample indices (steps, n, batch), their weights in the mean loss of their batch (0 for padding), and what happens to them."""
     n, width = len(jobs), per_epoch * batch
     order = torch.zeros(n, epochs, width, dtype=torch.int64)
-    scale = torch.zeros(n, epochs, width)
+    scale, drawn = torch.zeros(n, epochs, width), torch.zeros_like(order)
     for row, job in enumerate(jobs):
         size = len(job.samples)
         order[row, : job.epochs, :size] = job.order()
+        if augment != "none":
+            drawn[row, : job.epochs, :size] = job.drawn(augment)
         weights = torch.full((size,), 1.0 / batch)
         if size % batch:
             weights[size - size % batch :] = 1.0 / (size % batch)
         scale[row, : job.epochs, :size] = weights
     shape = (n, epochs * per_epoch, batch)
-    return order.view(shape).transpose(0, 1).contiguous(), scale.view(shape).transpose(0, 1).contiguous()
+    by_step = [part.view(shape).transpose(0, 1).contiguous() for part in (order, scale, drawn)]
+    return by_step[0], by_step[1], by_step[2]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fedagg import seeding
+from fedagg.engines.augment import augmented
 from fedagg.engines.base import Chunk, Job, Memory, Setting, Stepper, Work, class_means
 from fedagg.flat import Model, Workspace
 
@@ -35,15 +36,19 @@ class Sequential:
         gradients = torch.zeros(local.epochs, s.layout.d, device=s.device) if work.trace else None
         path = torch.zeros(local.epochs + 1, s.layout.d, device=s.device) if work.trace else None
         order, steps = job.order().to(s.device), 0
+        drawn = job.drawn(local.augment).to(s.device) if local.augment != "none" else None
 
         for epoch in range(job.epochs):
             rate = rates[epoch] = work.rates(epoch, space.w[None], model.w, high)[0]
             shift = work.shift(epoch)
             batches = order[epoch].split(local.batch_size)
-            for batch in batches:
+            for at, batch in enumerate(batches):
                 space.g.zero_()
+                x = s.x[batch]
+                if drawn is not None:
+                    x = augmented(x, drawn[epoch].split(local.batch_size)[at])
                 with s.rounding():
-                    loss = s.loss(space.module(s.x[batch]), s.y[batch]).mean()
+                    loss = s.loss(space.module(x), s.y[batch]).mean()
                 loss.backward()
                 losses += loss.detach()
                 first = losses.clone() if steps == 0 else first

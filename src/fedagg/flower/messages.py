@@ -102,7 +102,7 @@ def write_order(order: Order, packed: Packed | None) -> tuple[ArrayRecord, Confi
     for name, value in asdict(order.local).items():
         if name in LOCAL:
             config[name.replace("_", "-")] = value
-    config["optimizer"] = order.local.optimizer
+    config["optimizer"], config["augment"] = order.local.optimizer, order.local.augment
     config["low"], config["high"], config["own"], config["prox"] = work.low, float(work.high), work.own, work.prox
     config["memory"], config["trace"] = work.memory, work.trace
     for name, part in (("rate", work.rate), ("slope", work.slope), ("mix", work.mix)):
@@ -152,7 +152,11 @@ def read_order(content: RecordDict, layout: Layout) -> Order:
     return Order(
         model=model,
         work=work,
-        local=Local(optimizer=str(config["optimizer"]), **{name: config[name.replace("_", "-")] for name in LOCAL}),
+        local=Local(
+            optimizer=str(config["optimizer"]),
+            augment=str(config["augment"]),
+            **{name: config[name.replace("_", "-")] for name in LOCAL},
+        ),
         round=int(config["round"]),
         step=int(config["pass"]),
         seed=int(config["seed"]),

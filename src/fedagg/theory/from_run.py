@@ -143,6 +143,8 @@ def repeatable(config: Config, rounds: int, data_dir: str | None) -> Config:
 
 
 def affordable(config: Config, objective: Objective) -> None:
+    if config.augment != "none":
+        raise SettingError("augment", config.augment, "changes the loss in every epoch; the bounds are about a run without it")
     if objective.layout.b:
         fix = "has batch normalisation: its loss is no function of its weights; run it with --norm group or none"
         raise SettingError("model", config.model, fix)
