@@ -9,6 +9,7 @@ device, and a round is nothing but replays.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -241,7 +242,8 @@ class Batched:
         per_epoch = -(-max(sizes) // batch)
         tail = max(sizes) - (per_epoch - 1) * batch
         epochs = max(job.epochs for job in jobs)
-        order, scale, drawn = schedule(jobs, batch, per_epoch, epochs, local.augment)
+        schedule = functools.partial(by_step, jobs, batch, per_epoch, epochs)
+        order, scale = schedule(Job.order), schedule(lambda job: shares(len(job.samples), batch))
         stage = self.stage(work, n, batch, len(order))
         network = stage.network
         # With batch statistics the short last batch is a shape of its own; all clients of the group share it.
@@ -251,7 +253,7 @@ class Batched:
         stage.order[: len(order)].copy_(order)
         stage.scale[: len(order)].copy_(scale)
         if stage.drawn is not None:
-            stage.drawn[: len(order)].copy_(drawn)
+            stage.drawn[: len(order)].copy_(schedule(lambda job: job.drawn(local.augment)))
         stage.own.fill_(work.own)
         stage.prox.fill_(work.prox)
         if work.prox:
@@ -394,20 +396,18 @@ def free_memory(device: torch.device) -> int:
         return 4 << 30
 
 
-def schedule(jobs: Sequence[Job], batch: int, per_epoch: int, epochs: int, augment: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Sample indices (steps, n, batch), their weights in the mean loss of their batch (0 for padding), and what happens to them."""
-    n, width = len(jobs), per_epoch * batch
-    order = torch.zeros(n, epochs, width, dtype=torch.int64)
-    scale, drawn = torch.zeros(n, epochs, width), torch.zeros_like(order)
-    for row, job in enumerate(jobs):
-        size = len(job.samples)
-        order[row, : job.epochs, :size] = job.order()
-        if augment != "none":
-            drawn[row, : job.epochs, :size] = job.drawn(augment)
-        weights = torch.full((size,), 1.0 / batch)
-        if size % batch:
-            weights[size - size % batch :] = 1.0 / (size % batch)
-        scale[row, : job.epochs, :size] = weights
-    shape = (n, epochs * per_epoch, batch)
-    by_step = [part.view(shape).transpose(0, 1).contiguous() for part in (order, scale, drawn)]
-    return by_step[0], by_step[1], by_step[2]
+def by_step(jobs: Sequence[Job], batch: int, per_epoch: int, epochs: int, what: Callable[[Job], Tensor]) -> Tensor:
+    """A number for every sample a job uses, (epochs, D_i) or (D_i,), as the steps take them: (steps, n, batch), 0 for padding."""
+    numbers = [what(job) for job in jobs]
+    wide = torch.zeros(len(jobs), epochs, per_epoch * batch, dtype=numbers[0].dtype)
+    for row, job, values in zip(wide, jobs, numbers, strict=True):
+        row[: job.epochs, : len(job.samples)] = values
+    return wide.view(len(jobs), epochs * per_epoch, batch).transpose(0, 1).contiguous()
+
+
+def shares(size: int, batch: int) -> Tensor:
+    """What each of a client's samples weighs in the mean loss of its batch, of which the last may be short."""
+    weights = torch.full((size,), 1.0 / batch)
+    if size % batch:
+        weights[size - size % batch :] = 1.0 / (size % batch)
+    return weights

@@ -42,11 +42,10 @@ class Sequential:
             rate = rates[epoch] = work.rates(epoch, space.w[None], model.w, high)[0]
             shift = work.shift(epoch)
             batches = order[epoch].split(local.batch_size)
-            for at, batch in enumerate(batches):
+            draws = drawn[epoch].split(local.batch_size) if drawn is not None else [None] * len(batches)
+            for batch, draw in zip(batches, draws, strict=True):
                 space.g.zero_()
-                x = s.x[batch]
-                if drawn is not None:
-                    x = augmented(x, drawn[epoch].split(local.batch_size)[at])
+                x = s.x[batch] if draw is None else augmented(s.x[batch], draw)
                 with s.rounding():
                     loss = s.loss(space.module(x), s.y[batch]).mean()
                 loss.backward()

@@ -25,7 +25,6 @@ class Layer(Protocol):
 
     def backward(self, dy: Tensor, need: bool) -> Tensor:
         """The gradient of the layer's input; where it is not needed (the first layers), anything."""
-        ...
 
 
 class Flatten:
