@@ -7,18 +7,20 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from scipy import stats
 from torch import Tensor, nn
 from torch.nn import functional
 
 import fedagg
 from fedagg import algorithms, models, seeding
-from fedagg.algorithms.fedagg import FedAgg
+from fedagg.algorithms.fedagg import FedAgg, student
 from fedagg.algorithms.fedgh import FedGH
 from fedagg.clients import Clients, Outcome
 from fedagg.engines import Work
@@ -672,12 +674,42 @@ def test_fedagg_begins_again_at_a_quarter_of_the_rate_when_the_first_steps_kille
     method.start(untrained, module, layout)
     one = torch.ones((), dtype=torch.float64)
     method.state |= {"known": 3 * one, "first_loss": 2.3 * one, "loss": 2.34 * one, "limit": 0.05 * one}
+    method.state |= {"first_gradient": one, "gradient": 0.4 * one}
     assert not method.stillborn()  # under 1.02 times the untrained model's
     method.state["loss"] = 2.35 * one
     assert method.stillborn()
+    faded = method.state | {}
+    method.state["gradient"] = 0.6 * one
+    assert not method.stillborn()  # there is something to go by
+    method.state |= faded
     assert torch.equal(method.restart().w, untrained.w)
     assert method.reference() == pytest.approx(0.1)
     assert not method.number("known")
+
+
+@pytest.mark.parametrize(
+    ("gain", "rise", "undone"),
+    [(-0.01, 0.130, False), (-0.01, 0.1312, True), (0.01, 0.1312, False), (0.01, 1.07, False), (0.01, 1.08, True)],
+)
+def test_fedagg_takes_back_a_step_after_which_the_loss_rose(gain: float, rise: float, undone: bool) -> None:
+    """By hand: 16 clients whose losses are 2 ± 0.1 have a standard error of 0.1 √(16/15) / 4 = 0.02582. Three of them, times
+    1.19222 for 15 degrees of freedom, are 0.09235; of the difference of two rounds √2 times as much, 0.1306. A jump begins at
+    1.5 · 2 + 3 · 0.02582."""
+    method = FedAgg(lr=0.1)
+    method.start(Model(torch.zeros(3), torch.zeros(0)), nn.Linear(1, 1), None)  # type: ignore[arg-type]
+    clients = SimpleNamespace(reported={}, left_out={})
+    first = 2.0 + 0.1 * torch.tensor([1.0, -1.0]).repeat(8).double()
+    assert not method.broken(SimpleNamespace(first=first, loss=first - gain, clients=range(16)), clients)  # type: ignore[arg-type]
+    method.state["known"] += 1
+    after = SimpleNamespace(first=first + rise, loss=first, clients=range(16))
+    assert method.broken(after, clients) == undone  # type: ignore[arg-type]
+
+
+def test_few_clients_make_their_error_less_certain() -> None:
+    at = stats.norm.cdf(3.0)
+    for clients, tolerance in ((5, 0.11), (10, 0.015), (20, 0.002), (100, 1e-4)):
+        assert student(clients) == pytest.approx(stats.t.ppf(at, clients - 1) / 3.0, rel=tolerance)
+    assert [student(n) for n in range(2, 40)] == sorted((student(n) for n in range(2, 40)), reverse=True)
 
 
 @pytest.mark.parametrize("settings", [{"epochs": 12, "batch_size": 4}, {"partition": "shards", "lr": 0.3}, {"lr": 0.9}])

@@ -57,6 +57,22 @@ def chain(*, dropout: float = 0.0) -> nn.Sequential:
         )  # fmt: skip
 
 
+def normed() -> nn.Sequential:
+    """A chain with batch normalisation, in all the places it may stand: first, after a convolution, before pooling."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        module = nn.Sequential(
+            nn.BatchNorm2d(2), nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4, momentum=0.3), nn.ReLU(),
+            nn.MaxPool2d(2), nn.Conv2d(4, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(), nn.Linear(6, 3),
+        )  # fmt: skip
+        for layer in module:
+            if isinstance(layer, nn.BatchNorm2d):
+                nn.init.uniform_(layer.weight, 0.5, 1.5)
+                nn.init.uniform_(layer.bias, -0.5, 0.5)
+        return module
+
+
 class Odd(nn.Module):
     """Not a chain: batch normalisation, a skip connection, an integer counter. No bias below the normalisation: its gradient
     would be rounding noise, which Adam blows up to full steps."""
@@ -121,14 +137,14 @@ def assert_same(ours: list[Chunk], theirs: list[Chunk], tolerance: float = 1e-4)
 def forms(setting: Setting) -> dict[str, Any]:
     engines: dict[str, Any] = {"vmap": Batched(setting, VmappedNetwork), "vmap by two": Batched(setting, VmappedNetwork, chunk=2)}
     if stacked.supported(setting.module):
-        engines["stacked"] = Batched(setting, stacked.StackedNetwork)
-        engines["stacked by three"] = Batched(setting, stacked.StackedNetwork, chunk=3)
+        engines["stacked"] = Batched(setting, stacked.StackedNetwork, padding=True)
+        engines["stacked by three"] = Batched(setting, stacked.StackedNetwork, chunk=3, padding=True)
         engines["threads"] = Threaded(setting, 2)
     return engines
 
 
 @pytest.mark.parametrize("kind", ["plain", "prox", "mixed", "per client", "memory", "mask", "trace"])
-@pytest.mark.parametrize("make", [chain, odd])
+@pytest.mark.parametrize("make", [chain, normed, odd])
 def test_forms_agree_with_the_plain_engine(make: Any, kind: str) -> None:
     setting = make_setting(make(), (2, 8, 8), Local(epochs=2, batch_size=4))
     work, model = works(setting.layout.d)[kind], setting.layout.pack(setting.module)

@@ -54,8 +54,10 @@ def settings_table(names: list[str]) -> str:
 
 
 def presets_table() -> str:
-    names = list(next(iter(PRESETS.values())))
-    rows = [f"| `{preset}` | " + " | ".join(str(values[name]) for name in names) + " |" for preset, values in PRESETS.items()]
+    names = list(max(PRESETS.values(), key=len))
+    rows = [
+        f"| `{preset}` | " + " | ".join(str(values.get(name, "")) for name in names) + " |" for preset, values in PRESETS.items()
+    ]
     return "\n".join(["| preset | " + " | ".join(names) + " |", "|---|" + "---|" * len(names), *rows])
 
 

@@ -1,6 +1,6 @@
 """Draw FedAgg's pictures in docs/images.
 
-base-rate.png, from results/: accuracy against the base rate, FedAgg beside FedAvg.
+base-rate.png and local-work.png, from results/: accuracy against the base rate, local epochs and batch size, FedAgg beside FedAvg.
 departure.png, from runs on the embedded images: how far clients are from where the model of Theorem 1 puts them.
 
 python tools/fedagg_figures.py
@@ -24,30 +24,41 @@ from fedagg.reproduce.results import Store
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def base_rate() -> None:
-    spec = grid.load(str(ROOT / "src/fedagg/experiments/fedagg/base-rate.toml"))
+def sweep(grid_name: str, values: dict[str, float], label: str, axes: Any) -> None:
+    """Accuracy against one setting, FedAgg beside FedAvg, a row of the grid an axis; `values` are its values by variant."""
+    spec = grid.load(str(ROOT / f"src/fedagg/experiments/fedagg/{grid_name}.toml"))
     store = Store(ROOT / "results")
-    shown = []
-    for row in spec.rows:
-        lines: dict[str, list[tuple[float, float]]] = {}
-        for method in spec.methods:
-            cells = [store.get(spec.config(row, method, 0.2, 0, variant)) for variant in spec.variants]
-            points = [(v["lr"], 100 * c.accuracy) for v, c in zip(spec.variants, cells, strict=True) if c is not None]
-            lines[method] = points if len(points) == len(cells) else []
-        if all(lines.values()):
-            shown.append((f"{row.label}, {row.distribution}", lines))
-    across = 3
-    down = -(-len(shown) // across)
-    figure, axes = plt.subplots(down, across, figsize=(4.0 * across, 3.0 * down), layout="constrained", squeeze=False)
-    for axis, (title, lines) in zip(axes.flat, shown, strict=True):
-        for index, (method, points) in enumerate(reversed(lines.items())):
+    variants = [v for v in spec.variants if v["name"] in values]
+    for axis, row in zip(axes, spec.rows, strict=True):
+        for index, method in enumerate(reversed(spec.methods)):
+            cells = [(values[v["name"]], store.get(spec.config(row, method, 0.2, 0, v))) for v in variants]
+            points = sorted((value, 100 * cell.accuracy) for value, cell in cells if cell is not None)
             axis.plot(*zip(*points, strict=True), marker="o", label=method, **plots.line_style(index))
-        axis.set(xscale="log", xlabel="base learning rate", ylim=(0, 102))
-        dress(axis, title)
+        axis.set(
+            xscale="log", xlabel=label, ylim=(0, 102), xticks=list(values.values()), xticklabels=[f"{v:g}" for v in values.values()]
+        )
+        axis.minorticks_off()
+        dress(axis, f"{row.label}, {row.distribution}")
+
+
+def base_rate() -> None:
+    figure, axes = plt.subplots(2, 3, figsize=(12.0, 6.0), layout="constrained")
+    rates = {f"lr = {rate:g}": rate for rate in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)}
+    sweep("base-rate", rates, "base learning rate", axes.flat)
     for row in axes:
         row[0].set_ylabel("test accuracy (%)")
     axes[0][0].legend(frameon=False)
     plots.save(figure, ROOT / "docs/images/base-rate.png")
+
+
+def local_work() -> None:
+    figure, axes = plt.subplots(4, 3, figsize=(12.0, 11.0), layout="constrained", sharey=True)
+    sweep("local-work", {"1 epoch": 1, "3 epochs": 3, "10 epochs": 10}, "local epochs", axes[:2].flat)
+    sweep("local-work", {"batches of 8": 8, "3 epochs": 32, "batches of 128": 128}, "batch size", axes[2:].flat)
+    for row in axes:
+        row[0].set_ylabel("test accuracy (%)")
+    axes[0][0].legend(frameon=False)
+    plots.save(figure, ROOT / "docs/images/local-work.png")
 
 
 def departure() -> None:
@@ -73,4 +84,5 @@ def dress(axis: Any, title: str) -> None:
 
 if __name__ == "__main__":
     base_rate()
+    local_work()
     departure()

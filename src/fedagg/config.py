@@ -20,7 +20,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     "mnist-cnn": {"dataset": "mnist", "model": "mnist-cnn", "lr": 0.01, "batch_size": 32, "rounds": 30},
     "emnist-lenet5": {"dataset": "emnist-letters", "model": "lenet5", "lr": 0.1, "batch_size": 64, "rounds": 50},
     "cifar10-cnn": {"dataset": "cifar10", "model": "cifar10-cnn", "lr": 0.1, "batch_size": 32, "rounds": 100},
-    "cifar100-vgg11": {"dataset": "cifar100", "model": "vgg11", "lr": 0.01, "batch_size": 64, "rounds": 200},
+    "cifar100-vgg11": {
+        "dataset": "cifar100",
+        "model": "vgg11",
+        "norm": "batch",
+        "augment": "crop-flip",
+        "lr": 0.01,
+        "batch_size": 64,
+        "rounds": 200,
+    },
 }
 for _preset in PRESETS.values():
     _preset |= {"epochs": 3, "alpha": 0.1, "clients": 100, "participation": 0.2}

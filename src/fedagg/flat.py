@@ -49,10 +49,16 @@ class Layout:
             at += shape.numel()
 
     def statistics(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
-        at = 0
-        for name, shape, dtype in self.buffers:
-            piece = vector[..., at : at + shape.numel()].reshape((*vector.shape[:-1], *shape))
+        """(name, value) of every buffer in a vector (b,) or a stack (n, b), in its own type and shape."""
+        for (name, shape, dtype), (_, view) in zip(self.buffers, self.views(vector), strict=True):
+            piece = view.reshape((*vector.shape[:-1], *shape))
             yield name, piece.to(dtype) if dtype.is_floating_point else piece.round().to(dtype)
+
+    def views(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """(name, view) of every buffer in a vector (b,) or a stack (n, b), flat and as the vector's own numbers."""
+        at = 0
+        for name, shape, _ in self.buffers:
+            yield name, vector[..., at : at + shape.numel()]
             at += shape.numel()
 
     def mask(self, names: set[str]) -> Tensor:

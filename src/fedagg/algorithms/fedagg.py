@@ -26,8 +26,10 @@ ROUND_TRAVEL = 16.0  # and under this over the steps of a round: clients drift w
 PACE_PER_OWN = 2.0  # and under this multiple of λ: where clients disagree, the federation slows down
 LOSS_JUMP = 1.5  # a training loss over this multiple of its running mean means the last round broke the model
 LOST_SHARE = 0.2  # so do more clients than this that blew up
+DOUBT = 3.0  # standard errors of a loss that are put down to chance
 TRIAL_ROUNDS = 3  # after these the model must be better than untrained
 STILLBORN = 1.02  # times the untrained model's loss
+FADED = 0.5  # or still have this share of the gradient it began with
 RECOVERY = 1.1  # the limit that a lost round puts on the pace, half of what went wrong, grows by this a round
 KEPT = ("phi1", "known", "agreement", "distance", "gradients2", "weighted2")  # what an undone round gives back
 
@@ -58,7 +60,11 @@ class FedAgg(Algorithm):
             "weighted2": zero.clone(),
             "limit": zero + math.inf,  # on the pace: half of one that went wrong
             "loss": zero + math.nan,
+            "doubt": zero + math.nan,  # of that loss
+            "gain": zero.clone(),  # what clients' own training took off it in the last round
             "first_loss": zero + math.nan,  # of the untrained model
+            "gradient": zero.clone(),  # the length of the clients' mean gradient
+            "first_gradient": zero.clone(),
         }
         self.keep(model)
 
@@ -137,7 +143,11 @@ class FedAgg(Algorithm):
         if self.number("known"):
             self.departure = meanfield.departure(out.norm2, along[:, None], torch.tensor([[phi2]]).double(), out.travel[:, None])
         own2 = out.norm2 / out.travel**2 + 2 * (1 - own) * along / out.travel + (1 - own) ** 2 * phi2
-        now = meanfield.agreement(float(gradient.double().square().sum()), float(own2.mean()) / own**2, len(out.clients))
+        length2 = float(gradient.double().square().sum())
+        self.state["gradient"] = torch.tensor(math.sqrt(length2), dtype=torch.float64)
+        if not self.number("known"):
+            self.state["first_gradient"] = self.state["gradient"]
+        now = meanfield.agreement(length2, float(own2.mean()) / own**2, len(out.clients))
         before = self.number("agreement") if self.number("known") else now
         self.state["agreement"] = torch.tensor((before + now) / 2, dtype=torch.float64)
         self.state["phi1"] = fresh
@@ -152,18 +162,25 @@ class FedAgg(Algorithm):
         self.state["weighted2"] = self.state["weighted2"] + far * far * total2
 
     def broken(self, out: Outcome, clients: Clients) -> bool:
-        """Did the last step break the model? The loss of the clients' first mini-batches is the model's own, and costs nothing: it
-        must not jump by more than sampling explains, and clients must not blow up on it."""
+        """Did the last step break the model? The loss of the clients' first mini-batches is the model's own, and costs nothing. It
+        must not jump; it must not rise by more than sampling explains after a round in which the clients' own training got nowhere;
+        and clients must not blow up on it. The average of clients that did get better may be worse for a while, where their data
+        differ: that passes."""
         loss, usual = float(out.first.mean()), self.number("loss")
+        wide = student(len(out.clients)) * doubt(out)
         if self.blown_up(clients) > LOST_SHARE:
             return True
         if not self.number("known"):
-            self.state["loss"] = self.state["first_loss"] = torch.tensor(loss, dtype=torch.float64)
-            return False
-        if not loss - doubt(out) <= LOSS_JUMP * usual:
-            return True
+            usual = loss
+            self.state["first_loss"] = torch.tensor(loss, dtype=torch.float64)
+        else:
+            stuck = self.number("gain") <= 0 and loss - usual > math.hypot(wide, self.number("doubt"))
+            if stuck or not loss - doubt(out) <= LOSS_JUMP * usual:
+                return True
+            self.state["limit"] = self.state["limit"] * RECOVERY
         self.state["loss"] = torch.tensor((usual + loss) / 2, dtype=torch.float64)
-        self.state["limit"] = self.state["limit"] * RECOVERY
+        self.state["doubt"] = torch.tensor(wide, dtype=torch.float64)
+        self.state["gain"] = torch.tensor(loss - float(out.loss.mean()), dtype=torch.float64)
         return False
 
     def unruly(self, out: Outcome) -> bool:
@@ -176,8 +193,11 @@ class FedAgg(Algorithm):
 
     def stillborn(self) -> bool:
         """The first steps had no mean field and so no pace of their own. Did they kill the model? Then it is, after a few rounds,
-        no better than untrained."""
-        return self.number("known") == TRIAL_ROUNDS and self.number("loss") > STILLBORN * self.number("first_loss")
+        no better than untrained, and its gradient has faded. One that is no better but has a gradient is on its way: where clients'
+        data differ, their average is worse before it gets better."""
+        if self.number("known") != TRIAL_ROUNDS or self.number("loss") <= STILLBORN * self.number("first_loss"):
+            return False
+        return self.number("gradient") < FADED * self.number("first_gradient")
 
     def blown_up(self, clients: Clients) -> float:
         """The share of those that answered who blew up in training: left out, with a training loss to match. A client that was left
@@ -210,5 +230,12 @@ class FedAgg(Algorithm):
 
 
 def doubt(out: Outcome) -> float:
-    """Three standard errors of the mean loss that the clients began with."""
-    return 3.0 * float(out.first.std()) / math.sqrt(len(out.clients)) if len(out.clients) > 1 else math.inf
+    """`DOUBT` standard errors of the mean loss that the clients began with."""
+    return DOUBT * float(out.first.std()) / math.sqrt(len(out.clients)) if len(out.clients) > 1 else math.inf
+
+
+def student(clients: int) -> float:
+    """How much wider than for a known error the same confidence is, when the error is estimated from so few: the quantile of
+    Student's distribution over the normal one, expanded in the degrees of freedom."""
+    free, z2 = max(clients - 1, 1), DOUBT**2
+    return 1 + (z2 + 1) / (4 * free) + (5 * z2**2 + 16 * z2 + 3) / (96 * free**2)

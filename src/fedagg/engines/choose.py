@@ -64,11 +64,12 @@ def batched(setting: Setting, wishes: Wishes) -> Engine:
     cuda = setting.device.type == "cuda"
     make: Callable[[Setting, int], stacked.StackedNetwork | VmappedNetwork] = VmappedNetwork
     words = "vmap over clients"
-    if stacked.supported(setting.module, setting.x.dim() - 1):
+    chain = stacked.supported(setting.module, setting.x.dim() - 1)
+    if chain:
         form = "fused" if cuda and has_triton() else "loop"
         make = functools.partial(stacked.StackedNetwork, conv=form)
         words = "stacked layers, no autograd" + (f", {form} convolutions" if form == "fused" else "")
-    return Batched(setting, make, wishes.chunk, words + (", captured as a graph" if cuda else ""), capture=cuda)
+    return Batched(setting, make, wishes.chunk, words + (", captured as a graph" if cuda else ""), capture=cuda, padding=chain)
 
 
 def convolves(module: nn.Module) -> bool:

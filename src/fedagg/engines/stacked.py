@@ -130,6 +130,51 @@ class MeanPool:
         return (dy / area).expand(self.shape).contiguous(memory_format=torch.channels_last) if need else dy
 
 
+class BatchNorm:
+    """Normalisation by the statistics of a client's own batch. `live` (n, B) marks the samples that are more than padding: others
+    enter no statistic and send no gradient back, and where a client has none its running statistics stay as they are."""
+
+    def __init__(
+        self, module: nn.BatchNorm2d, w: Tensor, b: Tensor, dw: Tensor, db: Tensor, mean: Tensor, var: Tensor, seen: Tensor
+    ) -> None:
+        self.w, self.b, self.dw, self.db, self.mean, self.var, self.seen = w, b, dw, db, mean, var, seen
+        self.eps, self.momentum = module.eps, module.momentum or 0.0
+        self.live = torch.ones(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, channels = self.w.shape
+        x = x.contiguous(memory_format=torch.channels_last)
+        rows = x.view(n, -1, *x.shape[1:])  # (n, B, C, H, W)
+        live = self.live[..., None]  # sums go by sample first, so that leaving samples out costs no pass over the images
+        area, size = x.shape[2] * x.shape[3], self.live.sum(1, keepdim=True)
+        self.count = (size * area).clamp_min(1.0)
+        mean = (rows.sum((3, 4)) * live).sum(1) / self.count
+        self.centred = rows - mean.view(n, 1, channels, 1, 1)
+        var = (torch.linalg.vector_norm(self.centred, dim=(3, 4)).square_() * live).sum(1) / self.count
+        self.scale = (var + self.eps).rsqrt_()
+        pull = self.momentum * (size > 0)
+        self.mean += pull * (mean - self.mean)
+        self.var += pull * (var * (self.count / (self.count - 1).clamp_min(1.0)) - self.var)
+        self.seen += (size > 0).to(self.seen.dtype)
+        gain = self.w * self.scale
+        y = torch.addcmul(self.b.view(n, 1, channels, 1, 1), self.centred, gain.view(n, 1, channels, 1, 1))
+        return y.view(x.shape)
+
+    def backward(self, dy: Tensor, need: bool) -> Tensor:
+        n, channels = self.w.shape
+        dy = dy.contiguous(memory_format=torch.channels_last)
+        rows = dy.view(self.centred.shape)
+        torch.sum(rows.sum((3, 4)), 1, out=self.db)
+        torch.mul((rows * self.centred).sum((3, 4)).sum(1), self.scale, out=self.dw)
+        if not need:
+            return dy
+        gain, live = self.w * self.scale, self.live[..., None]
+        flat, slope = -gain * self.db / self.count, -gain * self.scale * self.dw / self.count
+        flat, slope = ((part[:, None] * live)[..., None, None] for part in (flat, slope))
+        common = torch.addcmul(flat, self.centred, slope, out=self.centred)
+        return torch.addcmul(common, rows, gain.view(n, 1, channels, 1, 1), out=common).view(dy.shape)
+
+
 class Dropout:
     """Every client and sample draws its own mask."""
 
@@ -159,7 +204,7 @@ def supported(module: nn.Module, axes: int = 3) -> bool:
     rows = False  # by client, as the first linear layer or flattening makes them
     for layer in module:
         if axes != (1 if isinstance(layer, nn.Linear) else 3) and isinstance(
-            layer, nn.Linear | nn.Conv2d | nn.MaxPool2d | nn.AdaptiveAvgPool2d
+            layer, nn.Linear | nn.Conv2d | nn.BatchNorm2d | nn.MaxPool2d | nn.AdaptiveAvgPool2d
         ):
             return False
         if isinstance(layer, nn.Flatten | nn.Linear):
@@ -169,6 +214,9 @@ def supported(module: nn.Module, axes: int = 3) -> bool:
         if isinstance(layer, nn.Conv2d):
             plain = layer.groups == 1 and pair(layer.dilation) == [1, 1] and layer.padding_mode == "zeros"
             if not plain or isinstance(layer.padding, str) or pair(layer.stride) != [1, 1]:
+                return False
+        elif isinstance(layer, nn.BatchNorm2d):
+            if not (layer.affine and layer.track_running_stats and layer.momentum):
                 return False
         elif isinstance(layer, nn.AdaptiveAvgPool2d):
             if layer.output_size not in (1, (1, 1)):
@@ -192,7 +240,7 @@ class StackedNetwork:
         # On a GPU rows begin on multiples of 16 bytes: products of matrices that do not are up to twice as slow.
         row = -(-layout.d // 4) * 4 if device.type == "cuda" else layout.d
         self.w, self.g = (torch.zeros(n, row, device=device)[:, : layout.d] for _ in range(2))
-        self.buffers = torch.zeros(n, 0, device=device)
+        self.buffers = torch.zeros(n, layout.b, device=device)
         weights, grads = dict(layout.weights(self.w)), dict(layout.weights(self.g))
         assert isinstance(setting.module, nn.Sequential)
         self.layers: list[Layer] = []
@@ -201,7 +249,8 @@ class StackedNetwork:
             layer = self.layer(module, name, weights, grads, conv)
             if layer is not None:
                 self.layers.append(layer)
-        self.first = next(i for i, layer in enumerate(self.layers) if isinstance(layer, Linear | Conv))
+        self.first = next(i for i, layer in enumerate(self.layers) if isinstance(layer, Linear | Conv | BatchNorm))
+        self.norms = [layer for layer in self.layers if isinstance(layer, BatchNorm)]
         self.pair_up(fused=conv == "fused")
         # Alone on a CPU, a linear layer can step where its gradient is made: bound by memory as it is, two passes less.
         alone = n == 1 and device.type == "cpu" and not setting.half
@@ -217,6 +266,11 @@ class StackedNetwork:
             if isinstance(module, nn.Linear):
                 return Linear(*parts, half=self.setting.half)
             return Conv(make_convolution(conv, self.n, pair(module.padding)[0], self.setting.half), *parts)
+        if isinstance(module, nn.BatchNorm2d):
+            kept = dict(self.setting.layout.views(self.buffers))
+            names = ("running_mean", "running_var", "num_batches_tracked")
+            both = (w[f"{name}.weight"], w[f"{name}.bias"], g[f"{name}.weight"], g[f"{name}.bias"])
+            return BatchNorm(module, *both, *(kept[f"{name}.{which}"] for which in names))
         if isinstance(module, nn.Flatten):
             return Flatten(self.n)
         if isinstance(module, nn.ReLU):
@@ -247,6 +301,8 @@ class StackedNetwork:
         """x (n·B, ...), y (n·B,), scale (n, B): the weight of each sample. Returns the weighted loss, (n,)."""
         if x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)
+        for norm in self.norms:
+            norm.live = (scale > 0).to(scale.dtype)
         for layer in self.layers:
             x = layer.forward(x)
         loss, dy = self.loss(x, y, scale)

@@ -37,7 +37,7 @@ class Threaded:
         """Trains one client. Neither of the two touches torch's own generator here, which all threads share."""
         if self.network is None:
             return Sequential(self.setting).client
-        engine = Batched(self.setting, self.network, chunk=1)
+        engine = Batched(self.setting, self.network, chunk=1, padding=True)
         return lambda model, work, job, own: engine.train(model, work, [job], None if own is None else Held(own))
 
     def run(self, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> Iterator[Chunk]:
