@@ -301,8 +301,10 @@ class StackedNetwork:
         """x (n·B, ...), y (n·B,), scale (n, B): the weight of each sample. Returns the weighted loss, (n,)."""
         if x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)
-        for norm in self.norms:
-            norm.live = (scale > 0).to(scale.dtype)
+        if self.norms:
+            live = (scale > 0).to(scale.dtype)
+            for norm in self.norms:
+                norm.live = live
         for layer in self.layers:
             x = layer.forward(x)
         loss, dy = self.loss(x, y, scale)
