@@ -9,8 +9,8 @@ from torch import Tensor, nn
 pytest.importorskip("triton")
 
 from fedagg.engines.conv import Loop
-from fedagg.engines.fused import FusedConvolution, FusedPool, fused_step
-from fedagg.engines.stacked import MaxPool, ReLU
+from fedagg.engines.fused import FusedConvolution, FusedNorm, FusedPool, fuse, fused_step
+from fedagg.engines.stacked import BatchNorm, Layer, MaxPool, ReLU
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -18,8 +18,8 @@ def random(*shape: int, seed: int) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
 
 
-def close(ours: Tensor, theirs: Tensor) -> bool:
-    return float((ours - theirs).norm() / theirs.norm()) < 1e-5
+def close(ours: Tensor, theirs: Tensor, within: float = 1e-5) -> bool:
+    return float((ours - theirs).norm() / theirs.norm()) < within
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,27 @@ def test_convolution(n: int, images: int, channels: int, outputs: int, kernel: i
                 assert close(ours_b, theirs_b)
 
 
+@pytest.mark.parametrize("channels", [3, 64])
+def test_convolution_of_short_numbers(channels: int) -> None:
+    """Images and results in 16 bits, sums and weights' gradients in 32: against float32 on the same rounded images. (Triton's
+    interpreter knows float16 only; the kernels ask for no kind by name.)"""
+    n, outputs = 2, 20
+    x, w, b = random(n * 2, channels, 6, 6, seed=1).half(), random(n, outputs, channels, 3, 3, seed=2), random(n, outputs, seed=3)
+    w = w.half().float()
+    fused, plain = FusedConvolution(n, 1), Loop(n, 1)
+    y = fused.forward(x, w, b)
+    expected = plain.forward(x.float(), w, b)
+    assert y.dtype == torch.float16
+    assert close(y.float(), expected, 2**-10)
+    dy = random(*expected.shape, seed=4).half()
+    assert close(fused.input_gradient(x, dy, w).float(), plain.input_gradient(x.float(), dy.float(), w), 2**-10)
+    (dw, db), (dw_plain, db_plain) = ((torch.zeros_like(w), torch.zeros_like(b)) for _ in range(2))
+    fused.weight_gradient(x, dy, dw, db)
+    plain.weight_gradient(x.float(), dy.float(), dw_plain, db_plain)
+    assert close(dw, dw_plain)
+    assert close(db, db_plain)
+
+
 @pytest.mark.parametrize("side", [8, 7])
 def test_relu_and_pooling_in_one(side: int) -> None:
     x = random(3, 5, side, side, seed=1)
@@ -60,6 +81,43 @@ def test_relu_and_pooling_in_one(side: int) -> None:
     assert torch.equal(fused.forward(x), expected)
     dy = random(*expected.shape, seed=2)
     assert torch.equal(fused.backward(dy, True), pool.backward(relu.backward(dy, True), True))
+
+
+@pytest.mark.parametrize("then", ["", "relu", "relu pool"])
+@pytest.mark.parametrize(("channels", "side"), [(5, 6), (70, 3)])
+@pytest.mark.parametrize("short", [False, True])
+def test_batch_normalisation_and_what_follows(then: str, channels: int, side: int, short: bool) -> None:
+    """Three clients, one with padding, one that stands still."""
+    n, batch = 3, 4
+    live = torch.tensor([[1.0, 1, 1, 1], [1, 1, 1, 0], [0, 0, 0, 0]])
+    x = 3.0 + random(n * batch, channels, side, side, seed=1)
+    x = x.half() if short else x
+    made = []
+    for together in (False, True):
+        w, b = 1.0 + 0.1 * random(n, channels, seed=3), random(n, channels, seed=4)
+        dw, db, mean, var, seen = (torch.zeros(n, channels), torch.zeros(n, channels), random(n, channels, seed=5),
+                                   1.0 + random(n, channels, seed=6).abs(), torch.zeros(n, channels)[:, :1])  # fmt: skip
+        norm = BatchNorm(nn.BatchNorm2d(channels), w, b, dw, db, mean, var, seen)
+        norm.live, norm.size = live, live.sum(1, keepdim=True)
+        layers: list[Layer] = [norm]
+        layers += [MaxPool(nn.MaxPool2d(2))] if "pool" in then else []
+        layers += [ReLU()] if then else []
+        if together:
+            layers = fuse(layers)
+            assert len(layers) == 1
+            assert isinstance(layers[0], FusedNorm)
+        y = x.clone(memory_format=torch.channels_last)
+        y = y if together else y.float()
+        for layer in layers:
+            y = layer.forward(y)
+        result = y[: 2 * batch - 1].float()
+        dy = random(*y.shape, seed=2) * live.view(-1, 1, 1, 1)
+        dy = dy.half().to(y.dtype)
+        for layer in reversed(layers):
+            dy = layer.backward(dy, True)
+        made.append((result, dy.float(), dw, db, mean, var, seen))
+    for plain, ours in zip(*made, strict=True):
+        assert close(ours, plain, 2**-9 if short else 1e-5)
 
 
 @pytest.mark.parametrize("terms", ["", "shift", "prox", "memory", "mask", "shift prox memory mask"])

@@ -25,6 +25,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "model": "vgg11",
         "norm": "batch",
         "augment": "crop-flip",
+        "precision": "bf16",
         "lr": 0.01,
         "batch_size": 64,
         "rounds": 200,

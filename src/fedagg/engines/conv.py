@@ -72,5 +72,5 @@ def make_convolution(form: str, n: int, padding: int, half: bool) -> Convolution
     if form == "fused":
         from fedagg.engines.fused import FusedConvolution
 
-        return FusedConvolution(n, padding, half)
+        return FusedConvolution(n, padding)
     return Loop(n, padding, half)

@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from fedagg.engines import kernels
+from fedagg.engines.stacked import BatchNorm, Layer, MaxPool, ReLU
 
 
 def precision() -> str:
@@ -26,13 +27,33 @@ def block(size: int, most: int) -> int:
     return int(max(16, min(most, triton.next_power_of_2(size))))
 
 
+def fuse(layers: list[Layer]) -> list[Layer]:
+    """The same chain with normalisation, 2×2 max pooling and ReLU done together where they follow each other."""
+    chain: list[Layer] = []
+    for layer in layers:
+        last = chain[-1] if chain else None
+        if isinstance(layer, BatchNorm):
+            chain.append(FusedNorm(layer, then=0))
+        elif isinstance(layer, ReLU) and isinstance(last, MaxPool) and last.halves:
+            if len(chain) > 1 and isinstance(norm := chain[-2], FusedNorm) and norm.then == 0:
+                norm.then = 2
+                chain.pop()
+            else:
+                chain[-1] = FusedPool()
+        elif isinstance(layer, ReLU) and isinstance(last, FusedNorm) and last.then == 0:
+            last.then = 1
+        else:
+            chain.append(layer)
+    return chain
+
+
 class FusedConvolution:
     """Convolution of n clients' images with n clients' filters."""
 
     splits_for = 264  # blocks that keep a large GPU busy
 
-    def __init__(self, n: int, padding: int, half: bool = False) -> None:
-        self.n, self.padding, self.half = n, padding, half
+    def __init__(self, n: int, padding: int) -> None:
+        self.n, self.padding = n, padding
 
     def convolve(self, x: Tensor, w: Tensor, b: Tensor | None, padding: int) -> Tensor:
         """w (n, O, k, k, C), contiguous: tensor cores want the summed axis innermost."""
@@ -40,10 +61,9 @@ class FusedConvolution:
         images, _, height, width = x.shape
         ho, wo = height + 2 * padding - k + 1, width + 2 * padding - k + 1
         x = x.contiguous(memory_format=torch.channels_last)
-        y = torch.empty(images, outputs, ho, wo, device=x.device, memory_format=torch.channels_last)
+        y = torch.empty(images, outputs, ho, wo, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
         m = images // n * ho * wo
-        wide = outputs >= 128  # blocks measured on an H200
-        tile: dict[str, Any] = {"BM": 128, "BK": block(k * k * channels, 32), "BO": block(outputs, 128 if wide else 64)}
+        tile = self.tile(outputs, k * k * channels, x.element_size())
         grid = (triton.cdiv(m, tile["BM"]), triton.cdiv(outputs, tile["BO"]), n)
         kernels.conv[grid](
             x,
@@ -61,32 +81,30 @@ class FusedConvolution:
             K=k,
             BIAS=b is not None,
             PRECISION=precision(),
-            HALF=self.half,
-            num_warps=8 if wide else 4,
-            num_stages=3,
             **tile,
         )
         return y
 
     def forward(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         bias = b.contiguous() if b is not None else None
-        return self.convolve(x, turned(w, back=False), bias, self.padding)
+        filters, self.back = turned(w, x.dtype)
+        return self.convolve(x, filters, bias, self.padding)
 
     def input_gradient(self, x: Tensor, dy: Tensor, w: Tensor) -> Tensor:
-        return self.convolve(dy, turned(w, back=True), None, w.shape[-1] - 1 - self.padding)
+        return self.convolve(dy, self.back, None, w.shape[-1] - 1 - self.padding)
 
     def weight_gradient(self, x: Tensor, dy: Tensor, dw: Tensor, db: Tensor | None) -> None:
         n, outputs, channels, k, _ = dw.shape
         images, _, height, _width = x.shape
         ho, wo = dy.shape[2:]
         m, depth = images // n * ho * wo, k * k * channels
-        tile = self.tile(channels, outputs, depth)
+        tile = self.gradient_tile(channels, outputs, depth, x.element_size() == 2 and ho * wo >= 64)
         tiles = triton.cdiv(depth, tile["BK"]) * triton.cdiv(outputs, tile["BO"])
         splits = max(1, min(triton.cdiv(m, 4 * tile["BM"]), triton.cdiv(self.splits_for, tiles * n)))
         span = triton.cdiv(triton.cdiv(m, splits), tile["BM"]) * tile["BM"]
         splits = triton.cdiv(m, span)
         # One split goes straight to where the update reads.
-        out = dw if splits == 1 else x.new_empty(splits * n, outputs * depth)
+        out = dw if splits == 1 else dw.new_empty(splits * n, outputs * depth)
         grid = (triton.cdiv(depth, tile["BK"]), triton.cdiv(outputs, tile["BO"]), splits * n)
         kernels.weight_gradient[grid](
             unrolled(x, k, self.padding, wo),
@@ -103,29 +121,38 @@ class FusedConvolution:
             WO=wo,
             PLANE=(height + 2 * self.padding) * wo,
             PRECISION=precision(),
-            HALF=self.half,
             **tile,
         )
         if splits > 1:
             dw.copy_(out.view(splits, n, -1).sum(0).view_as(dw))
 
-    def tile(self, channels: int, outputs: int, depth: int) -> dict[str, Any]:
+    def tile(self, outputs: int, depth: int, bytes: int) -> dict[str, Any]:
+        """Blocks of the convolution, measured on an H200."""
+        exact = bytes == 4 and precision() == "ieee"  # without tensor cores: what they would do takes registers
+        sizes = {"BM": 128, "BK": block(depth, 128 // bytes), "BO": block(outputs, 128 if exact else 256)}
+        return {**sizes, "num_warps": 8 if outputs >= 128 else 4, "num_stages": 3}
+
+    def gradient_tile(self, channels: int, outputs: int, depth: int, long: bool) -> dict[str, Any]:
         """Blocks of the weight gradient, measured on an H200."""
         few = depth > 9 * channels  # 5×5 filters of few channels
-        return {"BM": 32, "BK": block(depth, 64 if few else 128), "BO": block(outputs, 128), "num_warps": 4, "num_stages": 3}
+        return {
+            "BM": 64 if long else 32,
+            "BK": block(depth, 64 if few else 128),
+            "BO": block(outputs, 128),
+            "num_warps": 4,
+            "num_stages": 3,
+        }
 
 
-def turned(w: Tensor, back: bool) -> Tensor:
-    """w (n, O, C, k, k) as (n, O, k, k, C); `back`, the filters of the transposed convolution, (n, C, k, k, O)."""
+def turned(w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """w (n, O, C, k, k) as (n, O, k, k, C), and as the filters of the transposed convolution, (n, C, k, k, O)."""
     n, outputs, channels, k, _ = w.shape
-    shape = (n, channels, k, k, outputs) if back else (n, outputs, k, k, channels)
-    y = torch.empty(shape, device=w.device)
-    # Long in the direction that is written, short in the other, so that a block's reads stay in its cache.
-    wide, narrow = triton.next_power_of_2(outputs if back else channels), triton.next_power_of_2(channels if back else outputs)
-    tile: dict[str, Any] = {"BO" if back else "BC": min(32, wide), "BC" if back else "BO": min(8, narrow)}
+    y = torch.empty(n, outputs, k, k, channels, device=w.device, dtype=dtype)
+    z = torch.empty(n, channels, k, k, outputs, device=w.device, dtype=dtype)
+    tile: dict[str, Any] = {"BO": min(16, triton.next_power_of_2(outputs)), "BC": min(32, triton.next_power_of_2(channels))}
     grid = (triton.cdiv(outputs, tile["BO"]), triton.cdiv(channels, tile["BC"]), n)
-    kernels.turn[grid](w, y, w.stride(0), outputs, channels, TAPS=k * k, BACK=back, **tile)
-    return y
+    kernels.turn[grid](w, y, z, w.stride(0), outputs, channels, TAPS=k * k, num_warps=8, **tile)
+    return y, z
 
 
 def unrolled(x: Tensor, k: int, padding: int, width: int, sums: Tensor | None = None) -> Tensor:
@@ -133,11 +160,11 @@ def unrolled(x: Tensor, k: int, padding: int, width: int, sums: Tensor | None = 
     the sum over every client's images."""
     x = x.contiguous(memory_format=torch.channels_last)
     images, channels, height, across = x.shape
-    y = torch.empty(images, channels, k, height + 2 * padding, width, device=x.device)
+    y = torch.empty(images, channels, k, height + 2 * padding, width, device=x.device, dtype=x.dtype)
     plane = (height + 2 * padding) * width
     tile: dict[str, Any] = {"BP": int(min(128, triton.next_power_of_2(plane))), "BC": min(32, triton.next_power_of_2(channels))}
     grid = (images * triton.cdiv(plane, tile["BP"]), triton.cdiv(channels, tile["BC"]))
-    part = x.new_empty(grid[0], channels) if sums is not None else y
+    part = sums.new_empty(grid[0], channels) if sums is not None else y
     kernels.unroll[grid](x, y, part, height, across, padding, channels, WO=width, PLANE=plane, K=k, SUM=sums is not None, **tile)
     if sums is not None:
         torch.sum(part.view(len(sums), -1, channels), 1, out=sums)
@@ -149,11 +176,8 @@ class FusedPool:
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.contiguous(memory_format=torch.channels_last)
-        self.shape = images, channels, height, width = x.shape
-        ho, wo = height // 2, width // 2
-        y = torch.empty(images, channels, ho, wo, device=x.device, memory_format=torch.channels_last)
-        self.where = torch.empty(y.numel(), dtype=torch.int8, device=x.device)
-        kernels.pool[(triton.cdiv(y.numel(), 1024),)](x, y, self.where, y.numel(), height, width, ho, wo, channels, BLOCK=1024)
+        self.shape = x.shape
+        y, self.where = pooled(x, None, 1)
         return y
 
     def backward(self, dy: Tensor, need: bool) -> Tensor:
@@ -161,11 +185,91 @@ class FusedPool:
             return dy
         _images, channels, height, width = self.shape
         dy = dy.contiguous(memory_format=torch.channels_last)
-        dx = torch.empty(self.shape, device=dy.device, memory_format=torch.channels_last)
+        dx = torch.empty(self.shape, device=dy.device, dtype=dy.dtype, memory_format=torch.channels_last)
         kernels.unpool[(triton.cdiv(dx.numel(), 1024),)](
             dy, self.where, dx, dx.numel(), height, width, height // 2, width // 2, channels, BLOCK=1024
         )
         return dx
+
+
+def pooled(x: Tensor, kept: Tensor | None, n: int) -> tuple[Tensor, Tensor]:
+    """relu(max of 2×2) of x, or of x as `kept` (see `kernels.settle`) normalises it, and which of the four it was."""
+    images, channels, height, width = x.shape
+    ho, wo = height // 2, width // 2
+    y = torch.empty(images, channels, ho, wo, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
+    where = torch.empty(y.numel(), dtype=torch.int8, device=x.device)
+    p, q = (kept[2], kept[3]) if kept is not None else (x, x)
+    grid = (triton.cdiv(y.numel(), 1024),)
+    kernels.pool[grid](x, y, where, p, q, y.numel(), height, width, ho, wo, channels, images // n,
+                       NORM=kept is not None, BLOCK=1024)  # fmt: skip
+    return y, where
+
+
+class FusedNorm(BatchNorm):
+    """Batch normalisation of n clients with what follows it, a ReLU or a ReLU and 2×2 pooling: two passes over the images forward,
+    two back. What the ReLU and the pool need to go back is made again from the layer's input."""
+
+    def __init__(self, norm: BatchNorm, then: int) -> None:
+        """`then` is what follows, too: 1 a ReLU, 2 a ReLU and pooling."""
+        self.__dict__.update(vars(norm))
+        self.then = then
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, channels = self.w.shape
+        self.x = x = x.contiguous(memory_format=torch.channels_last)
+        self.area = x.shape[2] * x.shape[3]
+        self.m = x.shape[0] // n * self.area
+        across, spans, a, b = self.parts()
+        near = self.m * channels  # from one client's first pixel to the next one's
+        tile: dict[str, Any] = self.tile()
+        kernels.moments[(across, spans, n)](x, x, near, self.live, a, b, self.m, self.span, self.area, channels, n, **tile)
+        self.kept = a.new_empty(4, n, channels)
+        kernels.settle[(across, n)](
+            a, b, x, near, self.size, self.w, self.b, self.w.stride(0), self.mean, self.var, self.seen, self.mean.stride(0),
+            self.kept, spans, self.area, channels, n, self.eps, self.momentum, BC=tile["BC"],
+        )  # fmt: skip
+        self.where = self.live
+        if self.then == 2:
+            y, self.where = pooled(x, self.kept, n)
+            return y
+        y = torch.empty_like(x)
+        grid = (triton.cdiv(self.m, tile["BM"]), across, n)
+        kernels.affine[grid](x, y, self.kept, self.m, channels, n, RELU=self.then == 1, **tile)
+        return y
+
+    def backward(self, dy: Tensor, need: bool) -> Tensor:
+        n, channels = self.w.shape
+        x, dy = self.x, dy.contiguous(memory_format=torch.channels_last)
+        height, width = x.shape[2:]
+        across, spans, a, b = self.parts()
+        tile: dict[str, Any] = self.tile()
+        kernels.gradient_moments[(across, spans, n)](
+            x, dy, self.where, self.kept, a, b, self.m, self.span, height, width, channels, n, THEN=self.then, **tile
+        )
+        slopes = a.new_empty(2, n, channels)
+        kernels.settle_gradient[(across, n)](
+            a, b, self.kept, self.size, self.dw, self.db, self.dw.stride(0), slopes, spans, self.area, channels, n, BC=tile["BC"]
+        )
+        if need:  # nobody needs the input any more: the gradient goes into its place
+            grid = (triton.cdiv(self.m, tile["BM"]), across, n)
+            kernels.gradient_affine[grid](
+                x, dy, self.where, x, self.kept, slopes, self.live, self.m, height, width, channels, n, THEN=self.then, **tile
+            )
+        return x
+
+    def tile(self) -> dict[str, int]:
+        return {"BM": 64, "BC": block(self.w.shape[1], 64)}
+
+    def parts(self) -> tuple[int, int, Tensor, Tensor]:
+        """Blocks of channels, spans of pixels, and room for the sums over each span."""
+        n, channels = self.w.shape
+        tile = self.tile()
+        across = triton.cdiv(channels, tile["BC"])
+        spans = max(1, min(triton.cdiv(self.m, 2 * tile["BM"]), triton.cdiv(1056, across * n)))  # enough for a large GPU
+        self.span = triton.cdiv(triton.cdiv(self.m, spans), tile["BM"]) * tile["BM"]
+        spans = triton.cdiv(self.m, self.span)
+        a, b = self.w.new_empty(2, spans, n, channels)
+        return across, spans, a, b
 
 
 def fused_step(

@@ -27,7 +27,6 @@ def conv(
     BK: tl.constexpr,
     BO: tl.constexpr,
     PRECISION: tl.constexpr,
-    HALF: tl.constexpr,
 ):
     """y[n, m, o] = Σ_k patch(x)[n, m, k] w[n, o, k] for one client n, a block of output pixels m and of channels o."""
     n = tl.program_id(2).to(tl.int64)
@@ -41,13 +40,21 @@ def conv(
     acc = tl.zeros((BM, BO), dtype=tl.float32)
     for k0 in range(0, K * K * C, BK):
         k = k0 + tl.arange(0, BK)
-        tap, c = k // C, k % C
-        i, j = tap // K, tap % K
-        r, s = row[:, None] + i[None, :], col[:, None] + j[None, :]
-        inside = (r >= 0) & (r < H) & (s >= 0) & (s < W) & (k < K * K * C)[None, :] & (m < M)[:, None]
-        a = tl.load(x_ptr + (base[:, None] + (i * W + j)[None, :]) * C + c[None, :], mask=inside, other=0.0)
+        if C % BK == 0:  # all of the block at one tap: whether it is inside is a matter of the pixel alone
+            i, j = k0 // C // K, k0 // C % K
+            r, s = row + i, col + j
+            inside = ((r >= 0) & (r < H) & (s >= 0) & (s < W) & (m < M))[:, None]
+            # Said aloud: a compiler that does not see it loads one number at a time, and takes three to five times as long.
+            c = tl.multiple_of(k0 % C + tl.arange(0, BK), BK)
+            a = tl.load(x_ptr + ((base + i * W + j) * C)[:, None] + c[None, :], mask=inside, other=0.0)
+        else:
+            tap, c = k // C, k % C
+            i, j = tap // K, tap % K
+            r, s = row[:, None] + i[None, :], col[:, None] + j[None, :]
+            inside = (r >= 0) & (r < H) & (s >= 0) & (s < W) & (k < K * K * C)[None, :] & (m < M)[:, None]
+            a = tl.load(x_ptr + (base[:, None] + (i * W + j)[None, :]) * C + c[None, :], mask=inside, other=0.0)
         b = tl.load(w_ptr + k[:, None] + o[None, :] * (K * K * C), mask=(k < K * K * C)[:, None] & (o < O)[None, :], other=0.0)
-        acc = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), acc) if HALF else tl.dot(a, b, acc, input_precision=PRECISION)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
     if BIAS:
         acc += tl.load(b_ptr + n * O + o, mask=o < O, other=0.0)[None, :]
     tl.store(y_ptr + n * M * O + m[:, None] * O + o[None, :], acc, mask=(m < M)[:, None] & (o < O)[None, :])
@@ -72,7 +79,6 @@ def weight_gradient(
     BK: tl.constexpr,
     BO: tl.constexpr,
     PRECISION: tl.constexpr,
-    HALF: tl.constexpr,
 ):
     """out[split, n, o, k] = Σ_m patch(x)[n, k, m] dy[n, o, m] over the output pixels m of one split, k over (C, K, K).
 
@@ -101,7 +107,7 @@ def weight_gradient(
             mask=(m < M)[:, None] & (o < O)[None, :],
             other=0.0,
         )
-        acc = tl.dot(a.to(tl.bfloat16), d.to(tl.bfloat16), acc) if HALF else tl.dot(a, d, acc, input_precision=PRECISION)
+        acc = tl.dot(a, d, acc, input_precision=PRECISION)
     out = out_ptr + (split * N + n) * STRIDE + o[None, :] * (K * K * C) + k[:, None]
     tl.store(out, acc, mask=(k < K * K * C)[:, None] & (o < O)[None, :])
 
@@ -141,50 +147,44 @@ def unroll(
             other=0.0,
         )
         if SUM:
-            tl.store(sum_ptr + tl.program_id(0).to(tl.int64) * C + c, tl.sum(tile, 0), mask=c < C)
+            tl.store(sum_ptr + tl.program_id(0).to(tl.int64) * C + c, tl.sum(tile.to(tl.float32), 0), mask=c < C)
         tl.store(y_ptr + ((c * K + j) * PLANE)[:, None] + p[None, :], tl.trans(tile), mask=(c < C)[:, None] & (p < PLANE)[None, :])
 
 
 @triton.jit
-def turn(
-    w_ptr,
-    y_ptr,
-    STRIDE,
-    O,
-    C,
-    TAPS: tl.constexpr,
-    BACK: tl.constexpr,
-    BO: tl.constexpr,
-    BC: tl.constexpr,
-):
-    """y[n, o, tap, c] = w[n, o, c, tap], as `conv` reads weights; for the gradient of its input, y[n, c, last - tap, o]."""
+def turn(w_ptr, y_ptr, z_ptr, STRIDE, O, C, TAPS: tl.constexpr, BO: tl.constexpr, BC: tl.constexpr):
+    """y[n, o, tap, c] = w[n, o, c, tap], as `conv` reads weights; and for the gradient of its input, z[n, c, last - tap, o]."""
     n = tl.program_id(2).to(tl.int64)
     o = tl.program_id(0) * BO + tl.arange(0, BO)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     w_ptr += n * STRIDE
     y_ptr += n * O * C * TAPS
+    z_ptr += n * O * C * TAPS
     live = (o < O)[:, None] & (c < C)[None, :]
     for tap in tl.static_range(TAPS):
         tile = tl.load(w_ptr + (o[:, None] * C + c[None, :]) * TAPS + tap, mask=live, other=0.0)
-        if BACK:
-            back = y_ptr + (c[:, None] * TAPS + (TAPS - 1 - tap)) * O + o[None, :]
-            tl.store(back, tl.trans(tile), mask=(c < C)[:, None] & (o < O)[None, :])
-        else:
-            tl.store(y_ptr + (o[:, None] * TAPS + tap) * C + c[None, :], tile, mask=live)
+        tl.store(y_ptr + (o[:, None] * TAPS + tap) * C + c[None, :], tile, mask=live)
+        back = z_ptr + (c[:, None] * TAPS + (TAPS - 1 - tap)) * O + o[None, :]
+        tl.store(back, tl.trans(tile), mask=(c < C)[:, None] & (o < O)[None, :])
 
 
 @triton.jit
-def pool(x_ptr, y_ptr, where_ptr, TOTAL, H, W, HO, WO, C, BLOCK: tl.constexpr):
-    """y = relu(max of 2×2), channels last; `where` is the winner's number, 4 for none (nothing above zero)."""
+def pool(x_ptr, y_ptr, where_ptr, p_ptr, q_ptr, TOTAL, H, W, HO, WO, C, IMAGES, NORM: tl.constexpr, BLOCK: tl.constexpr):
+    """y = relu(max of 2×2), channels last; `where` is the winner's number, 4 for none (nothing above zero). With NORM, of p x + q
+    with every client's and channel's own p and q; a client has so many IMAGES."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = at < TOTAL
-    c, p = at % C, at // C
-    col, row, image = p % WO, (p // WO) % HO, p // (WO * HO)
+    c, pixel = at % C, at // C
+    col, row, image = pixel % WO, (pixel // WO) % HO, pixel // (WO * HO)
     base = ((image.to(tl.int64) * H + 2 * row) * W + 2 * col) * C + c
-    a = tl.load(x_ptr + base, mask=live, other=0.0)
-    b = tl.load(x_ptr + base + C, mask=live, other=0.0)
-    d = tl.load(x_ptr + base + W * C, mask=live, other=0.0)
-    e = tl.load(x_ptr + base + W * C + C, mask=live, other=0.0)
+    a = tl.load(x_ptr + base, mask=live, other=0.0).to(tl.float32)
+    b = tl.load(x_ptr + base + C, mask=live, other=0.0).to(tl.float32)
+    d = tl.load(x_ptr + base + W * C, mask=live, other=0.0).to(tl.float32)
+    e = tl.load(x_ptr + base + W * C + C, mask=live, other=0.0).to(tl.float32)
+    if NORM:
+        p = tl.load(p_ptr + image // IMAGES * C + c, mask=live, other=0.0)
+        q = tl.load(q_ptr + image // IMAGES * C + c, mask=live, other=0.0)
+        a, b, d, e = p * a + q, p * b + q, p * d + q, p * e + q
     best, which = a, tl.zeros_like(at)
     which = tl.where((b > best) | (b != b), 1, which)
     best = tl.where((b > best) | (b != b), b, best)
@@ -207,8 +207,205 @@ def unpool(dy_ptr, where_ptr, dx_ptr, TOTAL, H, W, HO, WO, C, BLOCK: tl.constexp
     inside = live & (col // 2 < WO) & (row // 2 < HO)
     window = ((image.to(tl.int64) * HO + row // 2) * WO + col // 2) * C + c
     which = tl.load(where_ptr + window, mask=inside, other=4)
-    dy = tl.load(dy_ptr + window, mask=inside, other=0.0)
+    dy = tl.load(dy_ptr + window, mask=inside, other=0.0).to(tl.float32)
     tl.store(dx_ptr + at, tl.where(which == (row % 2) * 2 + col % 2, dy, 0.0), mask=live)
+
+
+@triton.jit
+def moments(x_ptr, near_ptr, NEAR, live_ptr, a_ptr, b_ptr, M, SPAN, PIXELS, C, N, BM: tl.constexpr, BC: tl.constexpr):
+    """Sums over one span of client n's pixels, a[span, n, c] of d = x - near and b[span, n, c] of d², padding left out. Some value
+    near the mean, here the first pixel's, keeps the digits that a difference of large sums would lose."""
+    n = tl.program_id(2).to(tl.int64)
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    span = tl.program_id(1)
+    near = tl.load(near_ptr + n * NEAR + c, mask=c < C, other=0.0).to(tl.float32)
+    x_ptr += n * M * C
+    live_ptr += n * (M // PIXELS)
+    a = tl.zeros((BM, BC), dtype=tl.float32)
+    b = tl.zeros((BM, BC), dtype=tl.float32)
+    for m0 in range(span * SPAN, min((span + 1) * SPAN, M), BM):
+        m = m0 + tl.arange(0, BM)
+        live = tl.load(live_ptr + m // PIXELS, mask=m < M, other=0.0)
+        x = tl.load(x_ptr + m[:, None] * C + c[None, :], mask=(m < M)[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
+        d = (x - near[None, :]) * live[:, None]
+        a += d
+        b += d * d
+    out = (span.to(tl.int64) * N + n) * C + c
+    tl.store(a_ptr + out, tl.sum(a, 0), mask=c < C)
+    tl.store(b_ptr + out, tl.sum(b, 0), mask=c < C)
+
+
+@triton.jit
+def settle(
+    a_ptr,
+    b_ptr,
+    near_ptr,
+    NEAR,
+    size_ptr,
+    w_ptr,
+    bias_ptr,
+    ROW,
+    mean_ptr,
+    var_ptr,
+    seen_ptr,
+    KEPT,
+    out_ptr,
+    SPANS,
+    PIXELS,
+    C,
+    N,
+    EPS,
+    MOMENTUM,
+    BC: tl.constexpr,
+):
+    """From the sums of `moments` to what normalises client n: out[0] centre, [1] 1 / deviation, [2] p and [3] q of y = p x + q; and
+    its running statistics, whose rows begin every KEPT numbers."""
+    n = tl.program_id(1).to(tl.int64)
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    inside = c < C
+    a = tl.zeros((BC,), dtype=tl.float32)
+    b = tl.zeros((BC,), dtype=tl.float32)
+    for span in range(SPANS):
+        a += tl.load(a_ptr + (span * N + n) * C + c, mask=inside, other=0.0)
+        b += tl.load(b_ptr + (span * N + n) * C + c, mask=inside, other=0.0)
+    size = tl.load(size_ptr + n)
+    count = tl.maximum(size * PIXELS, 1.0)
+    off = a / count
+    var = tl.maximum(b / count - off * off, 0.0)
+    centre = tl.load(near_ptr + n * NEAR + c, mask=inside, other=0.0).to(tl.float32) + off
+    scale = 1.0 / tl.sqrt(var + EPS)
+    gain = tl.load(w_ptr + n * ROW + c, mask=inside, other=0.0) * scale
+    out = out_ptr + n * C + c
+    tl.store(out, centre, mask=inside)
+    tl.store(out + N * C, scale, mask=inside)
+    tl.store(out + 2 * N * C, gain, mask=inside)
+    tl.store(out + 3 * N * C, tl.load(bias_ptr + n * ROW + c, mask=inside, other=0.0) - centre * gain, mask=inside)
+    active = tl.where(size > 0, 1.0, 0.0)
+    pull = MOMENTUM * active
+    mean = tl.load(mean_ptr + n * KEPT + c, mask=inside, other=0.0)
+    tl.store(mean_ptr + n * KEPT + c, mean + pull * (centre - mean), mask=inside)
+    kept = tl.load(var_ptr + n * KEPT + c, mask=inside, other=0.0)
+    free = count / tl.maximum(count - 1.0, 1.0)
+    tl.store(var_ptr + n * KEPT + c, kept + pull * (var * free - kept), mask=inside)
+    first = seen_ptr + n * KEPT + c * 0
+    tl.store(first, tl.load(first, mask=c == 0, other=0.0) + active, mask=c == 0)
+
+
+@triton.jit
+def arrived(dy_ptr, where_ptr, x, n, m, c, p, q, inside, M, H, W, C, THEN: tl.constexpr):
+    """The gradient of a normalised pixel: what comes from above (THEN = 0), through a ReLU (1), through ReLU and pooling (2)."""
+    if THEN == 2:
+        image, row, col = m // (H * W), m // W % H, m % W
+        high, wide = H // 2, W // 2
+        window = (n * (M // (H * W)) + image) * (high * wide) + row // 2 * wide + col // 2
+        at = window[:, None] * C + c[None, :]
+        inside = inside & ((row // 2 < high) & (col // 2 < wide))[:, None]
+        which = tl.load(where_ptr + at, mask=inside, other=4)
+        dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.where(which == ((row % 2) * 2 + col % 2)[:, None], dy, 0.0)
+    else:
+        dy = tl.load(dy_ptr + n * M * C + m[:, None] * C + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        if THEN == 1:
+            dy = tl.where(p[None, :] * x + q[None, :] <= 0.0, 0.0, dy)
+    return dy
+
+
+@triton.jit
+def gradient_moments(
+    x_ptr, dy_ptr, where_ptr, kept_ptr, a_ptr, b_ptr, M, SPAN, H, W, C, N, THEN: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr
+):
+    """Sums over one span of client n's pixels: a of dy, b of dy (x - centre). Padding sends no gradient."""
+    n = tl.program_id(2).to(tl.int64)
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    span = tl.program_id(1)
+    kept = kept_ptr + n * C + c
+    centre = tl.load(kept, mask=c < C, other=0.0)
+    p = tl.load(kept + 2 * N * C, mask=c < C, other=0.0)
+    q = tl.load(kept + 3 * N * C, mask=c < C, other=0.0)
+    a = tl.zeros((BM, BC), dtype=tl.float32)
+    b = tl.zeros((BM, BC), dtype=tl.float32)
+    for m0 in range(span * SPAN, min((span + 1) * SPAN, M), BM):
+        m = m0 + tl.arange(0, BM)
+        inside = (m < M)[:, None] & (c < C)[None, :]
+        x = tl.load(x_ptr + n * M * C + m[:, None] * C + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        dy = arrived(dy_ptr, where_ptr, x, n, m, c, p, q, inside, M, H, W, C, THEN)
+        a += dy
+        b += dy * (x - centre[None, :])
+    out = (span.to(tl.int64) * N + n) * C + c
+    tl.store(a_ptr + out, tl.sum(a, 0), mask=c < C)
+    tl.store(b_ptr + out, tl.sum(b, 0), mask=c < C)
+
+
+@triton.jit
+def settle_gradient(a_ptr, b_ptr, kept_ptr, size_ptr, dw_ptr, db_ptr, ROW, out_ptr, SPANS, PIXELS, C, N, BC: tl.constexpr):
+    """From the sums of `gradient_moments` to the gradients of gain and bias, and to out[0] u and [1] v of dx = p dy + u x + v."""
+    n = tl.program_id(1).to(tl.int64)
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    inside = c < C
+    a = tl.zeros((BC,), dtype=tl.float32)
+    b = tl.zeros((BC,), dtype=tl.float32)
+    for span in range(SPANS):
+        a += tl.load(a_ptr + (span * N + n) * C + c, mask=inside, other=0.0)
+        b += tl.load(b_ptr + (span * N + n) * C + c, mask=inside, other=0.0)
+    kept = kept_ptr + n * C + c
+    centre = tl.load(kept, mask=inside, other=0.0)
+    scale = tl.load(kept + N * C, mask=inside, other=0.0)
+    gain = tl.load(kept + 2 * N * C, mask=inside, other=0.0)
+    dw = b * scale
+    tl.store(db_ptr + n * ROW + c, a, mask=inside)
+    tl.store(dw_ptr + n * ROW + c, dw, mask=inside)
+    count = tl.maximum(tl.load(size_ptr + n) * PIXELS, 1.0)
+    slope = -gain * scale * dw / count
+    tl.store(out_ptr + n * C + c, slope, mask=inside)
+    tl.store(out_ptr + (N + n) * C + c, -gain * a / count - centre * slope, mask=inside)
+
+
+@triton.jit
+def affine(x_ptr, y_ptr, kept_ptr, M, C, N, RELU: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+    """y = p x + q for every client and channel, and nothing below zero of it with RELU."""
+    n = tl.program_id(2).to(tl.int64)
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    at = n * M * C + m[:, None] * C + c[None, :]
+    inside = (m < M)[:, None] & (c < C)[None, :]
+    p = tl.load(kept_ptr + (2 * N + n) * C + c, mask=c < C, other=0.0)
+    q = tl.load(kept_ptr + (3 * N + n) * C + c, mask=c < C, other=0.0)
+    y = p[None, :] * tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32) + q[None, :]
+    tl.store(y_ptr + at, tl.where(y <= 0.0, 0.0, y) if RELU else y, mask=inside)
+
+
+@triton.jit
+def gradient_affine(
+    x_ptr,
+    dy_ptr,
+    where_ptr,
+    dx_ptr,
+    kept_ptr,
+    slope_ptr,
+    live_ptr,
+    M,
+    H,
+    W,
+    C,
+    N,
+    THEN: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """dx = p dy + u x + v, the last two where there is more than padding."""
+    n = tl.program_id(2).to(tl.int64)
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    at = n * M * C + m[:, None] * C + c[None, :]
+    inside = (m < M)[:, None] & (c < C)[None, :]
+    p = tl.load(kept_ptr + (2 * N + n) * C + c, mask=c < C, other=0.0)
+    q = tl.load(kept_ptr + (3 * N + n) * C + c, mask=c < C, other=0.0)
+    u = tl.load(slope_ptr + n * C + c, mask=c < C, other=0.0)
+    v = tl.load(slope_ptr + (N + n) * C + c, mask=c < C, other=0.0)
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    dy = arrived(dy_ptr, where_ptr, x, n, m, c, p, q, inside, M, H, W, C, THEN)
+    live = tl.load(live_ptr + n * (M // (H * W)) + m // (H * W), mask=m < M, other=0.0)
+    tl.store(dx_ptr + at, p[None, :] * dy + live[:, None] * (u[None, :] * x + v[None, :]), mask=inside)
 
 
 @triton.jit
