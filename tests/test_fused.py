@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
+from fedagg.engines.base import Local, Setting
 from fedagg.engines.conv import Loop
 from fedagg.engines.fused import FusedConvolution, FusedNorm, FusedPool, fuse, fused_step
-from fedagg.engines.stacked import BatchNorm, Layer, MaxPool, ReLU
+from fedagg.engines.stacked import BatchNorm, Layer, MaxPool, ReLU, StackedNetwork
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -143,3 +144,32 @@ def test_the_whole_step_in_one(terms: str) -> None:
         mask if "mask" in terms else None, "prox" in terms,
     )  # fmt: skip
     assert torch.allclose(w, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_whole_network_makes_the_same_gradients(dtype: torch.dtype) -> None:
+    """The kernels in a chain, as the engine puts them together, against torch's layers; two clients, one with padding."""
+    n, batch = 2, 4
+    chain = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
+        nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64, 5),
+    )  # fmt: skip
+    x, y = random(n * batch, 3, 8, 8, seed=1), torch.arange(n * batch) % 5
+    setting = Setting(chain, x, y, 5, Local(epochs=1, batch_size=batch), torch.device("cpu"))
+    scale = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.5, 0.5, 0.0, 0.0]])
+    made = []
+    for form in ("loop", "fused"):
+        setting.half = form == "fused" and dtype == torch.float16
+        network = StackedNetwork(setting, n, conv=form)
+        if form == "fused":
+            assert [type(layer).__name__ for layer in network.layers] == [
+                "Conv", "FusedNorm", "Conv", "FusedNorm", "Conv", "FusedPool", "Flatten", "Linear"
+            ]  # fmt: skip
+            network.dtype = dtype  # the interpreter has no bfloat16
+        network.w.copy_(0.2 * random(*network.w.shape, seed=2))
+        network.buffers.fill_(1.0)
+        loss = network.gradient(x, y, scale)
+        made.append((loss, network.g, network.buffers))
+    for plain, ours in zip(*made, strict=True):
+        assert close(ours, plain, 1e-5 if dtype == torch.float32 else 2e-2)
