@@ -11,7 +11,8 @@ pytest.importorskip("triton")
 from fedagg.engines.base import Local, Setting
 from fedagg.engines.conv import Loop
 from fedagg.engines.fused import FusedConvolution, FusedNorm, FusedPool, fuse, fused_step
-from fedagg.engines.stacked import BatchNorm, Layer, MaxPool, ReLU, StackedNetwork
+from fedagg.engines.stacked import BatchNorm, Layer, MaxPool, Place, ReLU, StackedNetwork
+from test_engines import branched
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -104,7 +105,11 @@ def test_batch_normalisation_and_what_follows(then: str, channels: int, side: in
         layers += [MaxPool(nn.MaxPool2d(2))] if "pool" in then else []
         layers += [ReLU()] if then else []
         if together:
-            layers = fuse(layers)
+            places: list[Place] = []
+            for layer in layers:
+                places.append(Place(layer, places[-1:] or [None], True))
+            fuse(places)
+            layers = [place.layer for place in places]
             assert len(layers) == 1
             assert isinstance(layers[0], FusedNorm)
         y = x.clone(memory_format=torch.channels_last)
@@ -146,6 +151,20 @@ def test_the_whole_step_in_one(terms: str) -> None:
     assert torch.allclose(w, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_strides(kernel: int) -> None:
+    n, padding = 2, kernel // 2
+    x, w = random(n * 2, 4, 7, 7, seed=1), random(n, 5, 4, kernel, kernel, seed=2)
+    fused, plain = FusedConvolution(n, padding, stride=2), Loop(n, padding, stride=2)
+    expected = plain.forward(x, w, None)
+    assert close(fused.forward(x, w, None), expected)
+    dy, ours, theirs = random(*expected.shape, seed=3), torch.zeros_like(w), torch.zeros_like(w)
+    fused.weight_gradient(x, dy, ours, None)
+    plain.weight_gradient(x, dy, theirs, None)
+    assert close(ours, theirs)
+    assert close(fused.input_gradient(x, dy, w), plain.input_gradient(x, dy, w))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_whole_network_makes_the_same_gradients(dtype: torch.dtype) -> None:
     """The kernels in a chain, as the engine puts them together, against torch's layers; two clients, one with padding."""
@@ -163,7 +182,7 @@ def test_a_whole_network_makes_the_same_gradients(dtype: torch.dtype) -> None:
         setting.half = form == "fused" and dtype == torch.float16
         network = StackedNetwork(setting, n, conv=form)
         if form == "fused":
-            assert [type(layer).__name__ for layer in network.layers] == [
+            assert [type(layer).__name__ for layer in (place.layer for place in network.places)] == [
                 "Conv", "FusedNorm", "Conv", "FusedNorm", "Conv", "FusedPool", "Flatten", "Linear"
             ]  # fmt: skip
             network.dtype = dtype  # the interpreter has no bfloat16
@@ -173,3 +192,17 @@ def test_a_whole_network_makes_the_same_gradients(dtype: torch.dtype) -> None:
         made.append((loss, network.g, network.buffers))
     for plain, ours in zip(*made, strict=True):
         assert close(ours, plain, 1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_a_network_with_branches_makes_the_same_gradients() -> None:
+    n, batch = 2, 3
+    x, y = random(n * batch, 2, 8, 8, seed=1), torch.arange(n * batch) % 3
+    setting = Setting(branched(), x, y, 3, Local(epochs=1, batch_size=batch), torch.device("cpu"))
+    made = []
+    for form in ("loop", "fused"):
+        network = StackedNetwork(setting, n, conv=form)
+        network.w.copy_(0.3 * random(*network.w.shape, seed=2))
+        loss = network.gradient(x, y, torch.full((n, batch), 1 / batch))
+        made.append((loss, network.g, network.buffers))
+    for plain, ours in zip(*made, strict=True):
+        assert close(ours, plain)

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from fedagg import seeding
 from fedagg.engines.augment import draw
+from fedagg.engines.graph import Node
 from fedagg.flat import Layout, Model
 from fedagg.meanfield import bound_rates
 
@@ -148,6 +149,7 @@ class Setting:
     device: torch.device
     loss: Loss = cross_entropy
     half: bool = False  # products in bfloat16; weights, gradients and sums stay in float32
+    graph: list[Node] | None = None  # the network's layers, where an engine has asked for them
     layout: Layout = field(init=False)
 
     def __post_init__(self) -> None:

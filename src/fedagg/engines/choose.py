@@ -51,7 +51,7 @@ def pick(setting: Setting, wishes: Wishes) -> Engine:
     """`auto`: what was fastest where it was measured (see the page on engines)."""
     cores = wishes.threads or os.cpu_count() or 1
     if setting.device.type == "cpu" and convolves(setting.module):
-        if stacked.supported(setting.module, setting.x.dim() - 1):
+        if stacked.supported(setting):
             return noted(Threaded(setting, cores, stacked.StackedNetwork), "no autograd; convolutions fill a core, not several")
         if cores > 1 and not draws(setting.module):
             return noted(Threaded(setting, cores), "convolutions fill a core, not several")
@@ -60,16 +60,16 @@ def pick(setting: Setting, wishes: Wishes) -> Engine:
 
 
 def batched(setting: Setting, wishes: Wishes) -> Engine:
-    """All clients in one batch: written-out layers for plain chains, vmap for everything else; captured on a GPU."""
+    """All clients in one batch: written-out layers where there are all, vmap for everything else; captured on a GPU."""
     cuda = setting.device.type == "cuda"
     make: Callable[[Setting, int], stacked.StackedNetwork | VmappedNetwork] = VmappedNetwork
     words = "vmap over clients"
-    chain = stacked.supported(setting.module, setting.x.dim() - 1)
-    if chain:
+    written = stacked.supported(setting)
+    if written:
         form = "fused" if cuda and has_triton() else "loop"
         make = functools.partial(stacked.StackedNetwork, conv=form)
         words = "stacked layers, no autograd" + (f", {form} convolutions" if form == "fused" else "")
-    return Batched(setting, make, wishes.chunk, words + (", captured as a graph" if cuda else ""), capture=cuda, padding=chain)
+    return Batched(setting, make, wishes.chunk, words + (", captured as a graph" if cuda else ""), capture=cuda, padding=written)
 
 
 def convolves(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Convolution of n clients' images with n clients' filters: stride 1, zero padding, channels-last memory.
+"""Convolution of n clients' images with n clients' filters: square, zero padding, channels-last memory.
 
 Which form is fastest depends on device and shape by factors, so there are several, and the engine measures.
 """
@@ -25,19 +25,19 @@ class Convolution(Protocol):
 class Loop:
     """One convolution a client: good where one client's share fills the machine, as on a CPU."""
 
-    def __init__(self, n: int, padding: int, half: bool = False) -> None:
-        self.n, self.padding, self.dtype = n, padding, torch.bfloat16 if half else torch.float32
+    def __init__(self, n: int, padding: int, stride: int = 1, half: bool = False) -> None:
+        self.n, self.padding, self.stride, self.dtype = n, padding, stride, torch.bfloat16 if half else torch.float32
 
     def forward(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         rows, filters = channels_last(x).to(self.dtype).chunk(self.n), w.to(self.dtype).unbind()
         biases = b.to(self.dtype).unbind() if b is not None else [None] * self.n
         pieces = zip(rows, filters, biases, strict=True)
-        return joined([functional.conv2d(xi, wi, bi, padding=self.padding).float() for xi, wi, bi in pieces])
+        return joined([functional.conv2d(xi, wi, bi, self.stride, self.padding).float() for xi, wi, bi in pieces])
 
     def backward(self, x: Tensor, dy: Tensor, w: Tensor, mask: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
-        pads = [self.padding, self.padding]
+        strides, pads = [self.stride, self.stride], [self.padding, self.padding]
         result: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.convolution_backward(
-            dy.to(self.dtype), x.to(self.dtype), w.to(self.dtype), None, [1, 1], pads, [1, 1], False, [0, 0], 1, mask
+            dy.to(self.dtype), x.to(self.dtype), w.to(self.dtype), None, strides, pads, [1, 1], False, [0, 0], 1, mask
         )
         return result
 
@@ -68,9 +68,9 @@ def channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last).as_strided(x.shape, strides)
 
 
-def make_convolution(form: str, n: int, padding: int, half: bool) -> Convolution:
+def make_convolution(form: str, n: int, padding: int, stride: int, half: bool) -> Convolution:
     if form == "fused":
         from fedagg.engines.fused import FusedConvolution
 
-        return FusedConvolution(n, padding)
-    return Loop(n, padding, half)
+        return FusedConvolution(n, padding, stride)
+    return Loop(n, padding, stride, half)

@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from fedagg.engines import kernels
-from fedagg.engines.stacked import BatchNorm, Layer, MaxPool, ReLU
+from fedagg.engines.stacked import BatchNorm, MaxPool, Place, ReLU, users
 
 
 def precision() -> str:
@@ -27,33 +27,47 @@ def block(size: int, most: int) -> int:
     return int(max(16, min(most, triton.next_power_of_2(size))))
 
 
-def fuse(layers: list[Layer]) -> list[Layer]:
-    """The same chain with normalisation, 2×2 max pooling and ReLU done together where they follow each other."""
-    chain: list[Layer] = []
-    for layer in layers:
-        last = chain[-1] if chain else None
-        if isinstance(layer, BatchNorm):
-            chain.append(FusedNorm(layer, then=0))
-        elif isinstance(layer, ReLU) and isinstance(last, MaxPool) and last.halves:
-            if len(chain) > 1 and isinstance(norm := chain[-2], FusedNorm) and norm.then == 0:
-                norm.then = 2
-                chain.pop()
-            else:
-                chain[-1] = FusedPool()
-        elif isinstance(layer, ReLU) and isinstance(last, FusedNorm) and last.then == 0:
-            last.then = 1
-        else:
-            chain.append(layer)
-    return chain
+def fuse(places: list[Place]) -> None:
+    """Normalisation, 2×2 max pooling and ReLU done together where they follow each other, and nobody else looks between."""
+    count = users(places)
+    for place in list(places):
+        source = place.sources[0]
+        if isinstance(place.layer, BatchNorm):
+            place.layer = FusedNorm(place.layer, then=0)
+        if source is None or count[source] > 1 or not isinstance(place.layer, ReLU):
+            continue
+        below = source.sources[0]
+        if isinstance(source.layer, FusedNorm) and source.layer.then == 0:
+            source.layer.then = 1
+            merge(places, place, source)
+            count[source] = count[place]
+        elif isinstance(source.layer, MaxPool) and source.layer.halves:
+            source.layer = FusedPool()
+            merge(places, place, source)
+            count[source] = count[place]
+            if below is not None and count[below] == 1 and isinstance(below.layer, FusedNorm) and below.layer.then == 0:
+                below.layer.then = 2
+                merge(places, source, below)
+                count[below] = count[source]
+
+
+def merge(places: list[Place], place: Place, into: Place) -> None:
+    """The work of one place is done by the one that fed it."""
+    places.remove(place)
+    for other in places:
+        other.sources = [into if source is place else source for source in other.sources]
 
 
 class FusedConvolution:
-    """Convolution of n clients' images with n clients' filters."""
+    """Convolution of n clients' images with n clients' filters.
+
+    The kernels step by one pixel. A longer stride is made of that: of 1×1 filters, by thinning their images; of others, by thinning
+    what they put out. That is more work than it needs, in the few layers of a network that have it."""
 
     splits_for = 264  # blocks that keep a large GPU busy
 
-    def __init__(self, n: int, padding: int) -> None:
-        self.n, self.padding = n, padding
+    def __init__(self, n: int, padding: int, stride: int = 1) -> None:
+        self.n, self.padding, self.stride = n, padding, stride
 
     def convolve(self, x: Tensor, w: Tensor, b: Tensor | None, padding: int) -> Tensor:
         """w (n, O, k, k, C), contiguous: tensor cores want the summed axis innermost."""
@@ -88,13 +102,27 @@ class FusedConvolution:
     def forward(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         bias = b.contiguous() if b is not None else None
         filters, self.back = turned(w, x.dtype)
-        return self.convolve(x, filters, bias, self.padding)
+        early = self.early(w)
+        y = self.convolve(thin(x, self.stride if early else 1), filters, bias, self.padding)
+        return thin(y, 1 if early else self.stride)
+
+    def early(self, w: Tensor) -> bool:
+        """May pixels be left out before the convolution, because it looks at no others?"""
+        return w.shape[-1] == 1 and self.padding == 0
 
     def input_gradient(self, x: Tensor, dy: Tensor, w: Tensor) -> Tensor:
-        return self.convolve(dy, self.back, None, w.shape[-1] - 1 - self.padding)
+        early, k = self.early(w), w.shape[-1]
+        if not early:
+            dy = spread(dy, self.stride, x.shape[2] + 2 * self.padding - k + 1, x.shape[3] + 2 * self.padding - k + 1)
+        dx = self.convolve(dy, self.back, None, k - 1 - self.padding)
+        return spread(dx, self.stride, x.shape[2], x.shape[3]) if early else dx
 
     def weight_gradient(self, x: Tensor, dy: Tensor, dw: Tensor, db: Tensor | None) -> None:
         n, outputs, channels, k, _ = dw.shape
+        if self.early(dw):
+            x = thin(x, self.stride)
+        else:
+            dy = spread(dy, self.stride, x.shape[2] + 2 * self.padding - k + 1, x.shape[3] + 2 * self.padding - k + 1)
         images, _, height, _width = x.shape
         ho, wo = dy.shape[2:]
         m, depth = images // n * ho * wo, k * k * channels
@@ -142,6 +170,20 @@ class FusedConvolution:
             "num_warps": 4,
             "num_stages": 3,
         }
+
+
+def thin(x: Tensor, stride: int) -> Tensor:
+    """Every so-manieth pixel."""
+    return x if stride == 1 else x[:, :, ::stride, ::stride].contiguous(memory_format=torch.channels_last)
+
+
+def spread(x: Tensor, stride: int, height: int, width: int) -> Tensor:
+    """Back from `thin`, with zeros between."""
+    if stride == 1:
+        return x
+    y = torch.zeros(*x.shape[:2], height, width, device=x.device, dtype=x.dtype).contiguous(memory_format=torch.channels_last)
+    y[:, :, ::stride, ::stride] = x
+    return y
 
 
 def turned(w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -212,7 +254,7 @@ class FusedNorm(BatchNorm):
     def __init__(self, norm: BatchNorm, then: int) -> None:
         """`then` is what follows, too: 1 a ReLU, 2 a ReLU and pooling."""
         self.__dict__.update(vars(norm))
-        self.then = then
+        self.then, self.spare = then, False
 
     def forward(self, x: Tensor) -> Tensor:
         n, channels = self.w.shape
@@ -250,12 +292,13 @@ class FusedNorm(BatchNorm):
         kernels.settle_gradient[(across, n)](
             a, b, self.kept, self.size, self.dw, self.db, self.dw.stride(0), slopes, spans, self.area, channels, n, BC=tile["BC"]
         )
-        if need:  # nobody needs the input any more: the gradient goes into its place
+        dx = x if self.spare else torch.empty_like(x)
+        if need:
             grid = (triton.cdiv(self.m, tile["BM"]), across, n)
             kernels.gradient_affine[grid](
-                x, dy, self.where, x, self.kept, slopes, self.live, self.m, height, width, channels, n, THEN=self.then, **tile
+                x, dy, self.where, dx, self.kept, slopes, self.live, self.m, height, width, channels, n, THEN=self.then, **tile
             )
-        return x
+        return dx
 
     def tile(self) -> dict[str, int]:
         return {"BM": 64, "BC": block(self.w.shape[1], 64)}

@@ -1,19 +1,24 @@
-"""Many copies of one network as one: a chain of layers whose weights have a leading client axis.
+"""Many copies of one network as one: layers whose weights have a leading client axis.
 
-For networks that are plain chains (`nn.Sequential` of the layers below) forward and backward are written out, on stacks of clients:
-products become batched products, everything between them is done for all clients in one operation, and gradients land where the
-update reads them, with no autograd, no module calls and no copies. Activations are (n·B, C, H, W) in channels-last memory.
+For networks that are made of the layers below, in a chain or with branches that are added up or put side by side, forward and
+backward are written out, on stacks of clients: products become batched products, everything between them is done for all clients in
+one operation, and gradients land where the update reads them, with no autograd, no module calls and no copies. Activations are
+(n·B, C, H, W) in channels-last memory.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fedagg.engines.base import Setting, cross_entropy
 from fedagg.engines.conv import Convolution, make_convolution
+from fedagg.engines.graph import Join, Node, Sum, pair, traced
 
 aten = torch.ops.aten
 
@@ -21,10 +26,11 @@ aten = torch.ops.aten
 class Layer(Protocol):
     """One layer of the stack: `forward` keeps what `backward` needs; `backward` fills the gradients of its weights."""
 
-    def forward(self, x: Tensor) -> Tensor: ...
+    @property
+    def forward(self) -> Callable[..., Tensor]: ...
 
-    def backward(self, dy: Tensor, need: bool) -> Tensor:
-        """The gradient of the layer's input; where it is not needed (the first layers), anything."""
+    def backward(self, dy: Tensor, need: bool) -> Tensor | list[Tensor]:
+        """The gradient of the layer's input, or of each; where it is not needed (the first layers), anything."""
 
 
 class Flatten:
@@ -90,8 +96,10 @@ class Conv:
 
 
 class ReLU:
+    spare = False  # may the input's memory be used? nobody else needs it any more
+
     def forward(self, x: Tensor) -> Tensor:
-        self.y = x.relu_()
+        self.y = x.relu_() if self.spare else x.relu()
         return self.y
 
     def backward(self, dy: Tensor, need: bool) -> Tensor:
@@ -99,6 +107,8 @@ class ReLU:
 
 
 class MaxPool:
+    spare = False
+
     def __init__(self, module: nn.MaxPool2d) -> None:
         self.options = [pair(v) for v in (module.kernel_size, module.stride, module.padding, module.dilation)]
         self.ceil = module.ceil_mode
@@ -112,10 +122,47 @@ class MaxPool:
     def backward(self, dy: Tensor, need: bool) -> Tensor:
         if not need:
             return dy
-        # Only the indices are read, and nobody needs the input any more: the gradient goes into its place, which is still warm.
+        # Only the indices are read: the gradient may go into the input's place, which is still warm.
+        dx = self.x if self.spare else torch.empty_like(self.x)
         return aten.max_pool2d_with_indices_backward.grad_input(  # type: ignore[no-any-return]
-            dy, self.x, *self.options, self.ceil, self.where, grad_input=self.x
+            dy, self.x, *self.options, self.ceil, self.where, grad_input=dx
         )
+
+
+class MeanPools:
+    """Average over windows, `AvgPool2d`."""
+
+    def __init__(self, module: nn.AvgPool2d) -> None:
+        self.options = [pair(module.kernel_size), pair(module.stride), [0, 0], False, True, None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.x = x
+        return aten.avg_pool2d(x, *self.options)  # type: ignore[no-any-return]
+
+    def backward(self, dy: Tensor, need: bool) -> Tensor:
+        return aten.avg_pool2d_backward(dy, self.x, *self.options) if need else dy
+
+
+class Add:
+    """Two branches added up; what is broadcast is summed on the way back."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        self.shapes = a.shape, b.shape
+        return a + b
+
+    def backward(self, dy: Tensor, need: bool) -> list[Tensor]:
+        return [dy if dy.shape == shape else dy.sum_to_size(shape) for shape in self.shapes]
+
+
+class Concatenate:
+    """The channels of several branches side by side."""
+
+    def forward(self, *parts: Tensor) -> Tensor:
+        self.channels = [part.shape[1] for part in parts]
+        return torch.cat(parts, 1)
+
+    def backward(self, dy: Tensor, need: bool) -> list[Tensor]:
+        return [part.contiguous(memory_format=torch.channels_last) for part in dy.split(self.channels, 1)]
 
 
 class MeanPool:
@@ -133,7 +180,7 @@ class MeanPool:
 class BatchNorm:
     """Normalisation by the statistics of a client's own batch. `live` (n, B) marks the samples that are more than padding, `size`
     (n, 1) counts them: others enter no statistic and send no gradient back, and where a client has none its running statistics stay
-    as they are."""
+    as they are. One client without padding on a CPU is torch's own case, and the fastest."""
 
     def __init__(
         self, module: nn.BatchNorm2d, w: Tensor, b: Tensor, dw: Tensor, db: Tensor, mean: Tensor, var: Tensor, seen: Tensor
@@ -145,6 +192,13 @@ class BatchNorm:
     def forward(self, x: Tensor) -> Tensor:
         n, channels = self.w.shape
         x = x.contiguous(memory_format=torch.channels_last)
+        self.alone = n == 1 and x.is_cpu and bool(self.live.all())
+        if self.alone:
+            self.x, self.seen[0] = x, self.seen[0] + 1
+            y, self.centre, self.scale = aten.native_batch_norm(
+                x, self.w[0], self.b[0], self.mean[0], self.var[0], True, self.momentum, self.eps
+            )
+            return y  # type: ignore[no-any-return]
         rows = x.view(n, -1, *x.shape[1:])  # (n, B, C, H, W)
         live = self.live[..., None]  # sums go by sample first, so that leaving samples out costs no pass over the images
         area, size = x.shape[2] * x.shape[3], self.size
@@ -164,6 +218,11 @@ class BatchNorm:
     def backward(self, dy: Tensor, need: bool) -> Tensor:
         n, channels = self.w.shape
         dy = dy.contiguous(memory_format=torch.channels_last)
+        if self.alone:
+            dx, self.dw[0], self.db[0] = aten.native_batch_norm_backward(
+                dy, self.x, self.w[0], self.mean[0], self.var[0], self.centre, self.scale, True, self.eps, [need, True, True]
+            )
+            return dx if need else dy
         rows = dy.view(self.centred.shape)
         torch.sum(rows.sum((3, 4)), 1, out=self.db)
         torch.mul((rows * self.centred).sum((3, 4)).sum(1), self.scale, out=self.dw)
@@ -190,48 +249,40 @@ class Dropout:
         return dy * self.keep if need else dy
 
 
-def pair(value: Any) -> list[int]:
-    return [value, value] if isinstance(value, int) else list(value)
-
-
 def channels_last(x: Tensor) -> bool:
     return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 
-def supported(module: nn.Module, axes: int = 3) -> bool:
-    """Is the module a chain of layers that are written out here, for samples with so many axes?"""
-    if type(module) is not nn.Sequential:
-        return False
-    rows = False  # by client, as the first linear layer or flattening makes them
-    for layer in module:
-        if axes != (1 if isinstance(layer, nn.Linear) else 3) and isinstance(
-            layer, nn.Linear | nn.Conv2d | nn.BatchNorm2d | nn.MaxPool2d | nn.AdaptiveAvgPool2d
-        ):
-            return False
-        if isinstance(layer, nn.Flatten | nn.Linear):
-            if rows and isinstance(layer, nn.Flatten):
-                return False
-            axes, rows = 1, True
-        if isinstance(layer, nn.Conv2d):
-            plain = layer.groups == 1 and pair(layer.dilation) == [1, 1] and layer.padding_mode == "zeros"
-            if not plain or isinstance(layer.padding, str) or pair(layer.stride) != [1, 1]:
-                return False
-        elif isinstance(layer, nn.BatchNorm2d):
-            if not (layer.affine and layer.track_running_stats and layer.momentum):
-                return False
-        elif isinstance(layer, nn.AdaptiveAvgPool2d):
-            if layer.output_size not in (1, (1, 1)):
-                return False
-        elif isinstance(layer, nn.Flatten):
-            if layer.start_dim != 1 or layer.end_dim != -1:
-                return False
-        elif not isinstance(layer, nn.Linear | nn.ReLU | nn.MaxPool2d | nn.Dropout | nn.Identity):
-            return False
-    return rows and all(p.requires_grad for p in module.parameters())
+def supported(setting: Setting) -> bool:
+    """Is the network made of layers that are written out here? What is found is kept: tracing is no work for several threads."""
+    setting.graph = traced(setting.module, setting.x.dim() - 1)
+    return setting.graph is not None
+
+
+@dataclass(eq=False)
+class Place:
+    """A layer in its network, and the places that feed it (None is the network's input)."""
+
+    layer: Layer
+    sources: list[Place | None]
+    need: bool  # is there something to train below?
+
+    @property
+    def trained(self) -> bool:
+        return isinstance(self.layer, Linear | Conv | BatchNorm)
+
+    @property
+    def back(self) -> bool:
+        """Does a gradient come this way?"""
+        return self.need or self.trained
+
+
+def users(places: list[Place]) -> Counter[Place | None]:
+    return Counter(source for place in places for source in place.sources)
 
 
 class StackedNetwork:
-    """n copies of a chain: weights `w` (n, d), gradients `g` (n, d). `gradient` makes the second from the first."""
+    """n copies of a network: weights `w` (n, d), gradients `g` (n, d). `gradient` makes the second from the first."""
 
     def __init__(self, setting: Setting, n: int, conv: str = "loop") -> None:
         self.setting, self.n = setting, n
@@ -245,19 +296,21 @@ class StackedNetwork:
         self.w, self.g = (torch.zeros(n, row, device=device)[:, : layout.d] for _ in range(2))
         self.buffers = torch.zeros(n, layout.b, device=device)
         weights, grads = dict(layout.weights(self.w)), dict(layout.weights(self.g))
-        assert isinstance(setting.module, nn.Sequential)
-        self.layers: list[Layer] = []
-        self.first = 0  # the first layer with weights: nothing below it needs a gradient
-        for name, module in setting.module.named_children():
-            layer = self.layer(module, name, weights, grads, conv)
-            if layer is not None:
-                self.layers.append(layer)
+        self.places: list[Place] = []
+        made: dict[Node | None, Place | None] = {None: None}
+        for node in setting.graph or traced(setting.module, setting.x.dim() - 1) or []:
+            layer, sources = self.layer(node.module, node.name, weights, grads, conv), [made[source] for source in node.sources]
+            if layer is None:
+                made[node] = sources[0]
+                continue
+            place = made[node] = Place(layer, sources, any(source is not None and source.back for source in sources))
+            self.places.append(place)
         self.pair_up(fused=conv == "fused")
-        self.first = next(i for i, layer in enumerate(self.layers) if isinstance(layer, Linear | Conv | BatchNorm))
-        self.norms = [layer for layer in self.layers if isinstance(layer, BatchNorm)]
+        layers = [place.layer for place in self.places]
+        self.norms = [layer for layer in layers if isinstance(layer, BatchNorm)]
         # Alone on a CPU, a linear layer can step where its gradient is made: bound by memory as it is, two passes less.
         alone = n == 1 and device.type == "cpu" and not setting.half
-        self.linear = [layer for layer in self.layers if isinstance(layer, Linear)] if alone else []
+        self.linear = [layer for layer in layers if isinstance(layer, Linear)] if alone else []
         stepped = {layer.w.data_ptr() for layer in self.linear}
         self.rest = (
             [(w.flatten(1), grads[name].flatten(1)) for name, w in weights.items() if w.data_ptr() not in stepped] if alone else []
@@ -268,7 +321,8 @@ class StackedNetwork:
             parts = (w[f"{name}.weight"], w.get(f"{name}.bias"), g[f"{name}.weight"], g.get(f"{name}.bias"))
             if isinstance(module, nn.Linear):
                 return Linear(*parts, half=self.setting.half)
-            return Conv(make_convolution(conv, self.n, pair(module.padding)[0], self.setting.half), *parts)
+            stride, padding = pair(module.stride)[0], pair(module.padding)[0]
+            return Conv(make_convolution(conv, self.n, padding, stride, self.setting.half), *parts)
         if isinstance(module, nn.BatchNorm2d):
             kept = dict(self.setting.layout.views(self.buffers))
             names = ("running_mean", "running_var", "num_batches_tracked")
@@ -282,6 +336,12 @@ class StackedNetwork:
             return MaxPool(module)
         if isinstance(module, nn.AdaptiveAvgPool2d):
             return MeanPool()
+        if isinstance(module, nn.AvgPool2d):
+            return MeanPools(module)
+        if isinstance(module, Sum):
+            return Add()
+        if isinstance(module, Join):
+            return Concatenate()
         if isinstance(module, nn.Dropout):
             return Dropout(module.p, self.generator) if module.p else None
         return None
@@ -289,14 +349,22 @@ class StackedNetwork:
     def pair_up(self, fused: bool) -> None:
         """ReLU and max pooling may change places, to the same result: pooling first leaves a quarter to rectify. Where there is a
         kernel that does several layers at once, use it."""
-        for i in range(len(self.layers) - 2, -1, -1):
-            here, then = self.layers[i : i + 2]
-            if isinstance(here, ReLU) and isinstance(then, MaxPool):
-                self.layers[i : i + 2] = [then, here]
+        count = users(self.places)
+        for then in reversed(self.places):
+            here = then.sources[0]
+            if here is not None and count[here] == 1 and isinstance(here.layer, ReLU) and isinstance(then.layer, MaxPool):
+                here.layer, then.layer = then.layer, here.layer
         if fused:
             from fedagg.engines.fused import fuse
 
-            self.layers = fuse(self.layers)
+            fuse(self.places)
+        count = users(self.places)
+        for place in self.places:
+            source = place.sources[0]
+            # A ReLU goes back by what it put out; other layers do not look at it again.
+            spare = source is not None and count[source] == 1 and not isinstance(source.layer, ReLU)
+            if hasattr(place.layer, "spare"):
+                place.layer.spare = spare
 
     @torch.no_grad()
     def gradient(self, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
@@ -308,12 +376,23 @@ class StackedNetwork:
             size = live.sum(1, keepdim=True)
             for norm in self.norms:
                 norm.live, norm.size = live, size
-        for layer in self.layers:
-            x = layer.forward(x)
-        loss, dy = self.loss(x, y, scale)
-        for i in range(len(self.layers) - 1, self.first - 1, -1):
-            dy = self.layers[i].backward(dy, i > self.first)
+        last = self.places[-1]
+        loss, dy = self.loss(self.outputs(x)[last], y, scale)
+        came = {last: dy}
+        for place in reversed(self.places):
+            if not place.back:
+                continue
+            went = place.layer.backward(came.pop(place), place.need)
+            for source, dx in zip(place.sources, went if isinstance(went, list) else [went], strict=True):
+                if source is not None and source.back:
+                    came[source] = came[source] + dx if source in came else dx
         return loss
+
+    def outputs(self, x: Tensor) -> dict[Place | None, Tensor]:
+        values: dict[Place | None, Tensor] = {None: x}
+        for place in self.places:
+            values[place] = place.layer.forward(*(values[source] for source in place.sources))
+        return values
 
     @torch.no_grad()
     def descend(self, x: Tensor, y: Tensor, scale: Tensor, step: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Many copies of any network as one, through `torch.func.vmap`: for modules that are not plain chains."""
+"""Many copies of any network as one, through `torch.func.vmap`: for modules with layers that are not written out."""
 
 from __future__ import annotations
 

@@ -1,0 +1,141 @@
+"""A network as the layers it is made of and what feeds what, read off its module by tracing it.
+
+Only layers and joints that `stacked` has written out are let through, used as it uses them; every other network is left to vmap.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional
+
+
+class Sum(nn.Module):
+    """Stands for an addition in the graph."""
+
+
+class Join(nn.Module):
+    """Stands for channels side by side."""
+
+
+@dataclass(eq=False)
+class Node:
+    """One layer: what it is, the name of its weights, the layers that feed it (None is the network's input)."""
+
+    module: nn.Module
+    name: str
+    sources: list[Node | None]
+    axes: int = 0  # of a sample of its output
+    rows: bool = False  # is the output in rows by client, as the first linear layer or flattening makes it?
+
+
+FUNCTIONS: dict[Any, type[nn.Module]] = {
+    functional.relu: nn.ReLU, torch.relu: nn.ReLU, operator.add: Sum, torch.add: Sum, torch.cat: Join, torch.flatten: nn.Flatten
+}  # fmt: skip
+METHODS: dict[Any, type[nn.Module]] = {"relu": nn.ReLU, "add": Sum, "flatten": nn.Flatten}
+
+
+def traced(module: nn.Module, axes: int) -> list[Node] | None:
+    """The layers in the order in which they run, for samples with so many axes; None if something is not written out."""
+    if not all(p.requires_grad for p in module.parameters()):
+        return None
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        graph = fx.Tracer().trace(module.train())
+    except Exception:  # whatever a stranger's forward does with something that is no tensor
+        return None
+    finally:
+        for part, mode in modes:
+            part.training = mode
+    places: dict[fx.Node, Node | None] = {}
+    nodes: list[Node] = []
+    names: set[str] = set()
+    for found in graph.nodes:
+        if found.op == "placeholder" and not places:
+            places[found] = None
+            continue
+        if found.op == "output":
+            last = found.args[0]
+            return nodes if nodes and nodes[-1].rows and isinstance(last, fx.Node) and places[last] is nodes[-1] else None
+        sources = inputs(found)
+        layer = layer_of(found, module)
+        if sources is None or layer is None or not found.users or str(found.target) in names:
+            return None
+        if found.op == "call_module":
+            names.add(str(found.target))  # used twice, its gradients would have to be added up
+        node = Node(layer, str(found.target), [places[source] for source in sources])
+        if not fits(node, axes):
+            return None
+        if isinstance(layer, nn.Identity) or (isinstance(layer, nn.Sequential) and not len(layer)):
+            places[found] = node.sources[0]
+            continue
+        places[found] = node
+        nodes.append(node)
+    return None
+
+
+def inputs(found: fx.Node) -> list[fx.Node] | None:
+    """The nodes whose values this one works on, if that is all it works on."""
+    if found.op == "call_function" and found.target is torch.cat:
+        parts = found.args[0] if found.args else None
+        dim = found.args[1] if len(found.args) > 1 else found.kwargs.get("dim", 0)
+        given: list[Any] = list(parts) if isinstance(parts, list | tuple) and dim == 1 else [None]
+    elif found.op != "call_module" and found.target in (torch.flatten, "flatten"):
+        rest = [*found.args[1:], *found.kwargs.items()]
+        given = [found.args[0]] if rest in ([1], [1, -1], [("start_dim", 1)]) else [None]
+    else:
+        options = {k: v for k, v in found.kwargs.items() if (k, v) != ("inplace", False)}
+        given = [None] if options else list(found.args)
+    return given if all(isinstance(part, fx.Node) for part in given) else None
+
+
+def layer_of(found: fx.Node, module: nn.Module) -> nn.Module | None:
+    if found.op == "call_module":
+        return module.get_submodule(str(found.target))
+    known = {"call_function": FUNCTIONS, "call_method": METHODS}.get(found.op, {})
+    kind = known.get(found.target)
+    return kind() if kind is not None else None
+
+
+def fits(node: Node, axes: int) -> bool:
+    """Is the layer used as it is written out? Says what its output looks like."""
+    kinds = [(source.axes, source.rows) if source is not None else (axes, False) for source in node.sources]
+    layer, (node.axes, node.rows) = node.module, kinds[0]
+    kind = type(layer)
+    if kind in (Sum, Join):
+        return len(set(kinds)) == 1 and (kind is Sum or node.axes == 3) and (kind is Join or len(kinds) == 2)
+    if len(kinds) != 1:
+        return False
+    if kind is nn.Linear:
+        flat, node.rows = node.axes == 1, True
+        return flat
+    if isinstance(layer, nn.Flatten):
+        flat, node.axes, node.rows = not node.rows, 1, True
+        return flat and layer.start_dim == 1 and layer.end_dim == -1
+    if kind in (nn.ReLU, nn.Dropout, nn.Identity) or (isinstance(layer, nn.Sequential) and not len(layer)):
+        return True
+    return node.axes == 3 and plain(layer)
+
+
+def plain(layer: nn.Module) -> bool:
+    """Of the layers of images, those whose options are written out."""
+    kind = type(layer)
+    if isinstance(layer, nn.Conv2d):
+        square = [pair(v) for v in (layer.stride, layer.padding, layer.kernel_size) if not isinstance(v, str)]
+        even = len(square) == 3 and all(v[0] == v[1] for v in square)
+        return kind is nn.Conv2d and even and layer.groups == 1 and pair(layer.dilation) == [1, 1] and layer.padding_mode == "zeros"
+    if isinstance(layer, nn.BatchNorm2d):
+        return kind is nn.BatchNorm2d and layer.affine and layer.track_running_stats and bool(layer.momentum)
+    if isinstance(layer, nn.AdaptiveAvgPool2d):
+        return layer.output_size in (1, (1, 1))
+    if isinstance(layer, nn.AvgPool2d):
+        return pair(layer.padding) == [0, 0] and not layer.ceil_mode and layer.divisor_override is None
+    return kind is nn.MaxPool2d
+
+
+def pair(value: Any) -> list[int]:
+    return [value, value] if isinstance(value, int) else list(value)
