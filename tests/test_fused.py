@@ -9,7 +9,7 @@ from torch import Tensor, nn
 pytest.importorskip("triton")
 
 from fedagg.engines.base import Local, Setting
-from fedagg.engines.conv import Loop
+from fedagg.engines.conv import Loop, make_convolution
 from fedagg.engines.fused import FusedConvolution, FusedNorm, FusedPool, fuse, fused_step
 from fedagg.engines.stacked import BatchNorm, Layer, MaxPool, Place, ReLU, StackedNetwork
 from test_engines import branched
@@ -151,17 +151,21 @@ def test_the_whole_step_in_one(terms: str) -> None:
     assert torch.allclose(w, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("kernel", [1, 3])
-def test_strides(kernel: int) -> None:
-    n, padding = 2, kernel // 2
+@pytest.mark.parametrize(("kernel", "stride", "bias"), [(1, 1, True), (1, 2, False), (3, 2, True)])
+def test_strides_and_single_pixels(kernel: int, stride: int, bias: bool) -> None:
+    n = 2
     x, w = random(n * 2, 4, 7, 7, seed=1), random(n, 5, 4, kernel, kernel, seed=2)
-    fused, plain = FusedConvolution(n, padding, stride=2), Loop(n, padding, stride=2)
-    expected = plain.forward(x, w, None)
-    assert close(fused.forward(x, w, None), expected)
-    dy, ours, theirs = random(*expected.shape, seed=3), torch.zeros_like(w), torch.zeros_like(w)
-    fused.weight_gradient(x, dy, ours, None)
-    plain.weight_gradient(x, dy, theirs, None)
-    assert close(ours, theirs)
+    b = random(n, 5, seed=3) if bias else None
+    fused, plain = (make_convolution(form, n, kernel, kernel // 2, stride, half=False) for form in ("fused", "loop"))
+    expected = plain.forward(x, w, b)
+    assert close(fused.forward(x, w, b), expected)
+    dy = random(*expected.shape, seed=4)
+    (dw, db), (dw_plain, db_plain) = ((torch.zeros_like(w), torch.zeros(n, 5) if bias else None) for _ in range(2))
+    fused.weight_gradient(x, dy, dw, db)
+    plain.weight_gradient(x, dy, dw_plain, db_plain)
+    assert close(dw, dw_plain)
+    if db is not None and db_plain is not None:
+        assert close(db, db_plain)
     assert close(fused.input_gradient(x, dy, w), plain.input_gradient(x, dy, w))
 
 

@@ -53,6 +53,50 @@ class Loop:
             dwi.copy_(self.backward(xi, dyi, dwi, [False, True, False])[1])
 
 
+class Pointwise:
+    """1×1 filters: a product over every pixel's channels, as matrix libraries do best."""
+
+    def __init__(self, n: int, stride: int = 1) -> None:
+        self.n, self.stride = n, stride
+
+    def rows(self, x: Tensor) -> Tensor:
+        """(n·B, C, H, W) as (n, B·H·W, C), which in channels-last memory is only another look at it."""
+        return channels_last(x).permute(0, 2, 3, 1).reshape(self.n, -1, x.shape[1])
+
+    def images(self, rows: Tensor, count: int, height: int, width: int) -> Tensor:
+        return rows.reshape(count, height, width, -1).permute(0, 3, 1, 2)
+
+    def forward(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        x = thin(x, self.stride)
+        rows, filters = self.rows(x), w.flatten(2).transpose(1, 2).to(x.dtype)
+        y = torch.bmm(rows, filters) if b is None else torch.baddbmm(b[:, None].to(x.dtype), rows, filters)
+        return self.images(y, len(x), *x.shape[2:])
+
+    def input_gradient(self, x: Tensor, dy: Tensor, w: Tensor) -> Tensor:
+        dx = torch.bmm(self.rows(dy), w.flatten(2).to(dy.dtype))
+        return spread(self.images(dx, len(dy), *dy.shape[2:]), self.stride, x.shape[2], x.shape[3])
+
+    def weight_gradient(self, x: Tensor, dy: Tensor, dw: Tensor, db: Tensor | None) -> None:
+        rows = self.rows(dy)
+        if db is not None:
+            torch.sum(rows, 1, dtype=db.dtype, out=db)
+        dw.flatten(2).copy_(torch.bmm(rows.transpose(1, 2), self.rows(thin(x, self.stride))))
+
+
+def thin(x: Tensor, stride: int) -> Tensor:
+    """Every so-manieth pixel."""
+    return x if stride == 1 else x[:, :, ::stride, ::stride].contiguous(memory_format=torch.channels_last)
+
+
+def spread(x: Tensor, stride: int, height: int, width: int) -> Tensor:
+    """Back from `thin`, with zeros between."""
+    if stride == 1:
+        return x
+    y = torch.zeros(*x.shape[:2], height, width, device=x.device, dtype=x.dtype).contiguous(memory_format=torch.channels_last)
+    y[:, :, ::stride, ::stride] = x
+    return y
+
+
 def joined(pieces: list[Tensor]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
@@ -68,7 +112,9 @@ def channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last).as_strided(x.shape, strides)
 
 
-def make_convolution(form: str, n: int, padding: int, stride: int, half: bool) -> Convolution:
+def make_convolution(form: str, n: int, kernel: int, padding: int, stride: int, half: bool) -> Convolution:
+    if form == "fused" and kernel == 1 and padding == 0:
+        return Pointwise(n, stride)
     if form == "fused":
         from fedagg.engines.fused import FusedConvolution
 

@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from fedagg.engines import kernels
+from fedagg.engines.conv import spread, thin
 from fedagg.engines.stacked import BatchNorm, MaxPool, Place, ReLU, users
 
 
@@ -61,8 +62,8 @@ def merge(places: list[Place], place: Place, into: Place) -> None:
 class FusedConvolution:
     """Convolution of n clients' images with n clients' filters.
 
-    The kernels step by one pixel. A longer stride is made of that: of 1×1 filters, by thinning their images; of others, by thinning
-    what they put out. That is more work than it needs, in the few layers of a network that have it."""
+    The kernels step by one pixel. A longer stride is made of that, by thinning what comes out: more work than it needs, in the few
+    layers of a network that have it."""
 
     splits_for = 264  # blocks that keep a large GPU busy
 
@@ -102,27 +103,19 @@ class FusedConvolution:
     def forward(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         bias = b.contiguous() if b is not None else None
         filters, self.back = turned(w, x.dtype)
-        early = self.early(w)
-        y = self.convolve(thin(x, self.stride if early else 1), filters, bias, self.padding)
-        return thin(y, 1 if early else self.stride)
+        return thin(self.convolve(x, filters, bias, self.padding), self.stride)
 
-    def early(self, w: Tensor) -> bool:
-        """May pixels be left out before the convolution, because it looks at no others?"""
-        return w.shape[-1] == 1 and self.padding == 0
+    def whole(self, dy: Tensor, x: Tensor, k: int) -> Tensor:
+        """The gradient of all that was there before thinning."""
+        return spread(dy, self.stride, x.shape[2] + 2 * self.padding - k + 1, x.shape[3] + 2 * self.padding - k + 1)
 
     def input_gradient(self, x: Tensor, dy: Tensor, w: Tensor) -> Tensor:
-        early, k = self.early(w), w.shape[-1]
-        if not early:
-            dy = spread(dy, self.stride, x.shape[2] + 2 * self.padding - k + 1, x.shape[3] + 2 * self.padding - k + 1)
-        dx = self.convolve(dy, self.back, None, k - 1 - self.padding)
-        return spread(dx, self.stride, x.shape[2], x.shape[3]) if early else dx
+        k = w.shape[-1]
+        return self.convolve(self.whole(dy, x, k), self.back, None, k - 1 - self.padding)
 
     def weight_gradient(self, x: Tensor, dy: Tensor, dw: Tensor, db: Tensor | None) -> None:
         n, outputs, channels, k, _ = dw.shape
-        if self.early(dw):
-            x = thin(x, self.stride)
-        else:
-            dy = spread(dy, self.stride, x.shape[2] + 2 * self.padding - k + 1, x.shape[3] + 2 * self.padding - k + 1)
+        dy = self.whole(dy, x, k)
         images, _, height, _width = x.shape
         ho, wo = dy.shape[2:]
         m, depth = images // n * ho * wo, k * k * channels
@@ -170,20 +163,6 @@ class FusedConvolution:
             "num_warps": 4,
             "num_stages": 3,
         }
-
-
-def thin(x: Tensor, stride: int) -> Tensor:
-    """Every so-manieth pixel."""
-    return x if stride == 1 else x[:, :, ::stride, ::stride].contiguous(memory_format=torch.channels_last)
-
-
-def spread(x: Tensor, stride: int, height: int, width: int) -> Tensor:
-    """Back from `thin`, with zeros between."""
-    if stride == 1:
-        return x
-    y = torch.zeros(*x.shape[:2], height, width, device=x.device, dtype=x.dtype).contiguous(memory_format=torch.channels_last)
-    y[:, :, ::stride, ::stride] = x
-    return y
 
 
 def turned(w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -321,8 +321,8 @@ class StackedNetwork:
             parts = (w[f"{name}.weight"], w.get(f"{name}.bias"), g[f"{name}.weight"], g.get(f"{name}.bias"))
             if isinstance(module, nn.Linear):
                 return Linear(*parts, half=self.setting.half)
-            stride, padding = pair(module.stride)[0], pair(module.padding)[0]
-            return Conv(make_convolution(conv, self.n, padding, stride, self.setting.half), *parts)
+            kernel, padding, stride = (pair(v)[0] for v in (module.kernel_size, module.padding, module.stride))
+            return Conv(make_convolution(conv, self.n, kernel, padding, stride, self.setting.half), *parts)
         if isinstance(module, nn.BatchNorm2d):
             kept = dict(self.setting.layout.views(self.buffers))
             names = ("running_mean", "running_var", "num_batches_tracked")
