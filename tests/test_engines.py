@@ -210,6 +210,25 @@ def test_client_options_agree(make: Any, options: dict[str, Any]) -> None:
         assert_same(list(engine.run(model, work, job_list(), None)), expected)
 
 
+def test_memory_that_two_layers_look_at_is_left_alone() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.a, self.b = nn.Conv2d(2, 6, 8), nn.Linear(6, 3), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.conv(x)  # one pixel: flattened, it is the same memory
+            return self.a(torch.relu(x.flatten(1))) + self.b(torch.flatten(x, 1))  # type: ignore[no-any-return]
+
+    torch.manual_seed(1)
+    setting = make_setting(Shared(), (2, 8, 8), Local(epochs=2, batch_size=4))
+    model, work = setting.layout.pack(setting.module), works(setting.layout.d)["plain"]
+    expected = list(Sequential(setting).run(model, work, job_list(), None))
+    assert stacked.supported(setting)
+    for engine in forms(setting).values():
+        assert_same(list(engine.run(model, work, job_list(), None)), expected)
+
+
 def test_a_chain_on_flat_samples_agrees() -> None:
     setting = make_setting(flat(), (8,), Local(epochs=2, batch_size=4))
     model = setting.layout.pack(setting.module)

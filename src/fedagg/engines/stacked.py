@@ -361,6 +361,10 @@ class StackedNetwork:
         count = users(self.places)
         for place in self.places:
             source = place.sources[0]
+            while (
+                source is not None and count[source] == 1 and isinstance(source.layer, Flatten)
+            ):  # another look at the same memory
+                source = source.sources[0]
             # A ReLU goes back by what it put out; other layers do not look at it again.
             spare = source is not None and count[source] == 1 and not isinstance(source.layer, ReLU)
             if hasattr(place.layer, "spare"):
