@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -531,3 +533,63 @@ def wait_for(ready: Callable[[], bool], seconds: float = 60.0) -> None:
     while not ready():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.05)
+
+
+class Drawn(nn.Module):
+    """A network of layers that each read one or two of the images made so far; what nobody reads is put side by side at the end."""
+
+    def __init__(self, steps: list[tuple[str, int, int]]) -> None:
+        super().__init__()
+        self.steps: list[tuple[str, int, int]] = []
+        self.layers = nn.ModuleList()
+        channels = [3]
+        for kind, a, b in steps:
+            a, b = a % len(channels), b % len(channels)
+            if kind == "add" and channels[a] != channels[b]:
+                kind = "cat"
+            width = channels[a]
+            layer = {
+                "conv": nn.Conv2d(width, 4, 3, padding=1, bias=False), "point": nn.Conv2d(width, 3, 1, bias=False),
+                "norm": nn.BatchNorm2d(width), "relu": nn.ReLU(), "pool": nn.MaxPool2d(3, stride=1, padding=1),
+            }.get(kind, nn.Identity())  # fmt: skip
+            self.layers.append(layer)
+            self.steps.append((kind, a, b))
+            channels.append({"conv": 4, "point": 3, "cat": width + channels[b]}.get(kind, width))
+        read = {a for _, a, _ in self.steps} | {b for kind, _, b in self.steps if kind in ("add", "cat")}
+        self.left = [i for i in range(len(channels)) if i not in read]
+        self.last = nn.Linear(sum(channels[i] for i in self.left), 3)
+        self.mean, self.flat = nn.AdaptiveAvgPool2d(1), nn.Flatten()
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = [x]
+        for (kind, a, b), layer in zip(self.steps, self.layers, strict=True):
+            if kind == "add":
+                made.append(made[a] + made[b])
+            elif kind == "cat":
+                made.append(torch.cat([made[a], made[b]], 1))
+            else:
+                made.append(layer(made[a]))
+        return self.last(self.flat(self.mean(torch.cat([made[i] for i in self.left], 1))))  # type: ignore[no-any-return]
+
+
+STEPS = st.tuples(st.sampled_from(["conv", "point", "norm", "relu", "pool", "add", "cat"]), st.integers(0, 9), st.integers(0, 9))
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps=st.lists(STEPS, min_size=1, max_size=9))
+def test_any_network_of_these_layers_has_autograds_gradients(steps: list[tuple[str, int, int]]) -> None:
+    torch.manual_seed(5)
+    n, batch = 2, 4
+    module, x, y = Drawn(steps), torch.randn(n * batch, 3, 6, 6), torch.arange(n * batch) % 3
+    setting = Setting(module, x, y, 3, Local(epochs=1, batch_size=batch), torch.device("cpu"))
+    assert stacked.supported(setting)
+    network, start = stacked.StackedNetwork(setting, n), setting.layout.pack(module)
+    network.w.copy_(start.w.expand(n, -1))
+    network.buffers.copy_(start.buffers.expand(n, -1))
+    network.gradient(x, y, torch.full((n, batch), 1 / batch))
+    for client in range(n):
+        module.zero_grad()
+        part = slice(client * batch, (client + 1) * batch)
+        nn.functional.cross_entropy(module.train()(x[part]), y[part]).backward()
+        expected = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in module.parameters()])
+        assert float((network.g[client] - expected).norm()) <= 1e-4 * float(expected.norm())
