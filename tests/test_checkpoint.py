@@ -6,7 +6,9 @@ import builtins
 import json
 import os
 import random
+import shutil
 import signal
+import subprocess
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,7 +21,7 @@ import torch
 from safetensors.torch import save as save_tensors
 
 import tiny
-from fedagg import checkpoint, files, interrupt
+from fedagg import checkpoint, files, interrupt, record
 from fedagg.checkpoint import Checkpoint
 from fedagg.engines.sequential import Sequential
 from fedagg.errors import FedaggError, FedaggWarning, SettingError
@@ -305,6 +307,28 @@ def test_an_interrupt_while_a_round_is_booked_waits() -> None:
 
 
 # --- two at once ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_record_knows_code_that_is_not_committed(tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        subprocess.run(
+            ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x", *words], check=True, capture_output=True
+        )
+
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "a.py").write_text("1\n")
+    git("init")
+    git("add", "-A")
+    git("commit", "-m", "one")
+    clean = record.commit(code)
+    assert clean is not None
+    assert len(clean) == 40
+    (tmp_path / "notes.txt").write_text("beside the code\n")
+    assert record.commit(code) == clean
+    (code / "a.py").write_text("2\n")
+    assert record.commit(code) == clean + " with changes"
 
 
 def test_a_folder_in_use_is_refused_and_given_free_at_the_end(tmp_path: Path) -> None:

@@ -155,15 +155,18 @@ def environment(device: torch.device, engine: str, version: str) -> dict[str, An
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "engine": engine,
-        "commit": commit(),
+        "commit": commit(Path(__file__).parent),
     }
 
 
-def commit() -> str | None:
-    """The commit of the checkout fedagg runs from, if it is one."""
+def commit(folder: Path) -> str | None:
+    """The commit of the checkout that a folder of code is in, if it is in one, and whether the code there is another by now."""
+
+    def git(*words: str) -> str:
+        line = ["git", "-C", str(folder), *words]
+        return subprocess.run(line, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+
     try:
-        line = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-        found = subprocess.run(line, capture_output=True, text=True, timeout=5, check=True)
+        return git("rev-parse", "HEAD") + (" with changes" if git("status", "--porcelain", "--", ".") else "")
     except (OSError, subprocess.SubprocessError):
         return None
-    return found.stdout.strip()

@@ -54,7 +54,7 @@ def facts(result: dict[str, Any]) -> list[str]:
     where = m["device"] if m["device"] != "cpu" else f"{m['processor']}, {m['cores']} cores, {m['threads']} threads by default"
     lines = [
         f"{m['date']}; {where}; {m['platform']}{load}",
-        f"fedagg {m['fedagg']}{' at ' + m['commit'][:10] if m['commit'] else ''}, torch {m['torch']}, Python {m['python']}{others}",
+        f"fedagg {m['fedagg']}{' at ' + m['commit'][:10] + m['commit'][40:] if m['commit'] else ''}, torch {m['torch']}, Python {m['python']}{others}",
         f"{t['rounds']} rounds after one to warm up, {t['passes']} passes in turns, a process each; median over all rounds",
     ]
     if result["peak_rate"]:
