@@ -50,11 +50,12 @@ def facts(result: dict[str, Any]) -> list[str]:
     m, t = result["machine"], result["task"]
     versions = {row["rival"]: row["version"] for row in result["rows"] if row["rival"] in ("flower", "pfl") and row["median"]}
     others = "".join(f", {name} {version}" for name, version in versions.items())
+    code = f" at {m['commit'][:10]}{m['commit'][40:]}" if m["commit"] else ""
     load = "" if m["load_before"] is None else f", load {m['load_before']:.2f} at the start"
     where = m["device"] if m["device"] != "cpu" else f"{m['processor']}, {m['cores']} cores, {m['threads']} threads by default"
     lines = [
         f"{m['date']}; {where}; {m['platform']}{load}",
-        f"fedagg {m['fedagg']}{' at ' + m['commit'][:10] + m['commit'][40:] if m['commit'] else ''}, torch {m['torch']}, Python {m['python']}{others}",
+        f"fedagg {m['fedagg']}{code}, torch {m['torch']}, Python {m['python']}{others}",
         f"{t['rounds']} rounds after one to warm up, {t['passes']} passes in turns, a process each; median over all rounds",
     ]
     if result["peak_rate"]:
