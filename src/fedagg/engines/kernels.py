@@ -236,6 +236,15 @@ def moments(x_ptr, near_ptr, NEAR, live_ptr, a_ptr, b_ptr, M, SPAN, PIXELS, C, N
 
 
 @triton.jit
+def total(part_ptr, n, c, SPANS, C, N, BC: tl.constexpr):
+    """The sum over spans of client n's parts."""
+    whole = tl.zeros((BC,), dtype=tl.float32)
+    for span in range(SPANS):
+        whole += tl.load(part_ptr + (span * N + n) * C + c, mask=c < C, other=0.0)
+    return whole
+
+
+@triton.jit
 def settle(
     a_ptr,
     b_ptr,
@@ -263,11 +272,7 @@ def settle(
     n = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     inside = c < C
-    a = tl.zeros((BC,), dtype=tl.float32)
-    b = tl.zeros((BC,), dtype=tl.float32)
-    for span in range(SPANS):
-        a += tl.load(a_ptr + (span * N + n) * C + c, mask=inside, other=0.0)
-        b += tl.load(b_ptr + (span * N + n) * C + c, mask=inside, other=0.0)
+    a, b = total(a_ptr, n, c, SPANS, C, N, BC), total(b_ptr, n, c, SPANS, C, N, BC)
     size = tl.load(size_ptr + n)
     count = tl.maximum(size * PIXELS, 1.0)
     off = a / count
@@ -342,11 +347,7 @@ def settle_gradient(a_ptr, b_ptr, kept_ptr, size_ptr, dw_ptr, db_ptr, ROW, out_p
     n = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     inside = c < C
-    a = tl.zeros((BC,), dtype=tl.float32)
-    b = tl.zeros((BC,), dtype=tl.float32)
-    for span in range(SPANS):
-        a += tl.load(a_ptr + (span * N + n) * C + c, mask=inside, other=0.0)
-        b += tl.load(b_ptr + (span * N + n) * C + c, mask=inside, other=0.0)
+    a, b = total(a_ptr, n, c, SPANS, C, N, BC), total(b_ptr, n, c, SPANS, C, N, BC)
     kept = kept_ptr + n * C + c
     centre = tl.load(kept, mask=inside, other=0.0)
     scale = tl.load(kept + N * C, mask=inside, other=0.0)
