@@ -1,6 +1,6 @@
 """Convolution of n clients' images with n clients' filters: square, zero padding, channels-last memory.
 
-Which form is fastest depends on device and shape by factors, so there are several, and the engine measures.
+Which form is fastest depends on device and shape by factors, so there are several.
 """
 
 from __future__ import annotations

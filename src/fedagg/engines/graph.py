@@ -70,7 +70,7 @@ def traced(module: nn.Module, axes: int) -> list[Node] | None:
         node = Node(layer, str(found.target), [places[source] for source in sources])
         if not fits(node, axes):
             return None
-        if isinstance(layer, nn.Identity) or (isinstance(layer, nn.Sequential) and not len(layer)):
+        if isinstance(layer, nn.Identity):
             places[found] = node.sources[0]
             continue
         places[found] = node
@@ -116,7 +116,7 @@ def fits(node: Node, axes: int) -> bool:
     if isinstance(layer, nn.Flatten):
         flat, node.axes, node.rows = not node.rows, 1, True
         return flat and layer.start_dim == 1 and layer.end_dim == -1
-    if kind in (nn.ReLU, nn.Dropout, nn.Identity) or (isinstance(layer, nn.Sequential) and not len(layer)):
+    if kind in (nn.ReLU, nn.Dropout, nn.Identity):
         return True
     return node.axes == 3 and plain(layer)
 

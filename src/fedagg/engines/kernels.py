@@ -44,7 +44,7 @@ def conv(
             i, j = k0 // C // K, k0 // C % K
             r, s = row + i, col + j
             inside = ((r >= 0) & (r < H) & (s >= 0) & (s < W) & (m < M))[:, None]
-            # Said aloud: a compiler that does not see it loads one number at a time, and takes three to five times as long.
+            # Said aloud: a compiler that does not see it loads one number at a time, and takes two to five times as long.
             c = tl.multiple_of(k0 % C + tl.arange(0, BK), BK)
             a = tl.load(x_ptr + ((base + i * W + j) * C)[:, None] + c[None, :], mask=inside, other=0.0)
         else:

@@ -129,7 +129,7 @@ class MaxPool:
         )
 
 
-class MeanPools:
+class AveragePool:
     """Average over windows, `AvgPool2d`."""
 
     def __init__(self, module: nn.AvgPool2d) -> None:
@@ -281,6 +281,15 @@ def users(places: list[Place]) -> Counter[Place | None]:
     return Counter(source for place in places for source in place.sources)
 
 
+def spare(place: Place | None, count: Counter[Place | None]) -> bool:
+    """Is what this place put out free to be written over by the one layer that reads it?"""
+    if place is None or count[place] > 1:
+        return False
+    if isinstance(place.layer, Flatten):  # another look at the same memory
+        return spare(place.sources[0], count)
+    return not isinstance(place.layer, ReLU)  # which goes back by what it put out; other layers do not look at it again
+
+
 class StackedNetwork:
     """n copies of a network: weights `w` (n, d), gradients `g` (n, d). `gradient` makes the second from the first."""
 
@@ -298,7 +307,9 @@ class StackedNetwork:
         weights, grads = dict(layout.weights(self.w)), dict(layout.weights(self.g))
         self.places: list[Place] = []
         made: dict[Node | None, Place | None] = {None: None}
-        for node in setting.graph or traced(setting.module, setting.x.dim() - 1) or []:
+        if setting.graph is None and not supported(setting):
+            raise ValueError("a network with layers that are not written out")
+        for node in setting.graph or []:
             layer, sources = self.layer(node.module, node.name, weights, grads, conv), [made[source] for source in node.sources]
             if layer is None:
                 made[node] = sources[0]
@@ -337,7 +348,7 @@ class StackedNetwork:
         if isinstance(module, nn.AdaptiveAvgPool2d):
             return MeanPool()
         if isinstance(module, nn.AvgPool2d):
-            return MeanPools(module)
+            return AveragePool(module)
         if isinstance(module, Sum):
             return Add()
         if isinstance(module, Join):
@@ -360,15 +371,8 @@ class StackedNetwork:
             fuse(self.places)
         count = users(self.places)
         for place in self.places:
-            source = place.sources[0]
-            while (
-                source is not None and count[source] == 1 and isinstance(source.layer, Flatten)
-            ):  # another look at the same memory
-                source = source.sources[0]
-            # A ReLU goes back by what it put out; other layers do not look at it again.
-            spare = source is not None and count[source] == 1 and not isinstance(source.layer, ReLU)
             if hasattr(place.layer, "spare"):
-                place.layer.spare = spare
+                place.layer.spare = spare(place.sources[0], count)
 
     @torch.no_grad()
     def gradient(self, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
