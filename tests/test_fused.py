@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from fedagg.engines.base import Local, Setting
 from fedagg.engines.conv import Loop, make_convolution
-from fedagg.engines.fused import FusedConvolution, FusedNorm, FusedPool, fuse, fused_step
+from fedagg.engines.fused import FusedConvolution, FusedNorm, FusedPool, WindowPool, fuse, fused_step
 from fedagg.engines.stacked import BatchNorm, Layer, MaxPool, Place, ReLU, StackedNetwork
 from test_engines import branched
 
@@ -83,6 +83,19 @@ def test_relu_and_pooling_in_one(side: int) -> None:
     assert torch.equal(fused.forward(x), expected)
     dy = random(*expected.shape, seed=2)
     assert torch.equal(fused.backward(dy, True), pool.backward(relu.backward(dy, True), True))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "side"), [(3, 1, 1, 6), (3, 2, 1, 7), (3, 2, 0, 8), (2, 2, 0, 5), (2, 3, 1, 7)]
+)
+def test_pooling_of_windows_that_may_overlap(kernel: int, stride: int, padding: int, side: int) -> None:
+    x = random(3, 5, side, side, seed=1)
+    x[0, 0, 2, 2] = torch.nan  # which wins every window it lies in, as in torch
+    plain, ours = (MaxPool(nn.MaxPool2d(kernel, stride, padding)) for _ in range(2))
+    expected, fused = plain.forward(x), WindowPool(ours)
+    assert torch.equal(fused.forward(x).nan_to_num(9.0), expected.nan_to_num(9.0))
+    dy = random(*expected.shape, seed=2)
+    assert torch.allclose(fused.backward(dy, True), plain.backward(dy, True), atol=1e-6)
 
 
 @pytest.mark.parametrize("then", ["", "relu", "relu pool"])

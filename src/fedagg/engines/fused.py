@@ -50,6 +50,9 @@ def fuse(places: list[Place]) -> None:
                 below.layer.then = 2
                 merge(places, source, below)
                 count[below] = count[source]
+    for place in places:
+        if isinstance(place.layer, MaxPool) and place.layer.square:
+            place.layer = WindowPool(place.layer)
 
 
 def merge(places: list[Place], place: Place, into: Place) -> None:
@@ -224,6 +227,37 @@ def pooled(x: Tensor, kept: Tensor | None, n: int) -> tuple[Tensor, Tensor]:
     kernels.pool[grid](x, y, where, p, q, y.numel(), height, width, ho, wo, channels, images // n,
                        NORM=kept is not None, BLOCK=1024)  # fmt: skip
     return y, where
+
+
+class WindowPool(MaxPool):
+    """Max pooling over windows that may overlap, with a gradient that is the same bits every time."""
+
+    def __init__(self, pool: MaxPool) -> None:
+        self.__dict__.update(vars(pool))
+        (self.k, _), (self.stride, _), (self.padding, _), _ = self.options
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.x = x = x.contiguous(memory_format=torch.channels_last)
+        images, channels, *sides = x.shape
+        high, wide = ((side + 2 * self.padding - self.k) // self.stride + 1 for side in sides)
+        y = torch.empty(images, channels, high, wide, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
+        self.where = torch.empty(y.numel(), dtype=torch.int8, device=x.device)
+        kernels.pool_windows[(triton.cdiv(y.numel(), 1024),)](
+            x, y, self.where, y.numel(), *sides, high, wide, channels, self.padding, K=self.k, STRIDE=self.stride, BLOCK=1024
+        )
+        return y
+
+    def backward(self, dy: Tensor, need: bool) -> Tensor:
+        if not need:
+            return dy
+        dy = dy.contiguous(memory_format=torch.channels_last)
+        dx = self.x if self.spare else torch.empty_like(self.x)
+        _images, channels, height, width = dx.shape
+        kernels.unpool_windows[(triton.cdiv(dx.numel(), 1024),)](
+            dy, self.where, dx, dx.numel(), height, width, *dy.shape[2:], channels, self.padding,
+            K=self.k, STRIDE=self.stride, BLOCK=1024,
+        )  # fmt: skip
+        return dx
 
 
 class FusedNorm(BatchNorm):

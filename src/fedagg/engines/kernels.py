@@ -212,6 +212,49 @@ def unpool(dy_ptr, where_ptr, dx_ptr, TOTAL, H, W, HO, WO, C, BLOCK: tl.constexp
 
 
 @triton.jit
+def pool_windows(x_ptr, y_ptr, where_ptr, TOTAL, H, W, HO, WO, C, P, K: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """y = max over windows of K×K pixels, one every STRIDE pixels, the first P outside; `where` is the winner's number in it."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = at < TOTAL
+    c, pixel = at % C, at // C
+    col, row, image = pixel % WO * STRIDE - P, (pixel // WO) % HO * STRIDE - P, pixel // (WO * HO)
+    base = ((image.to(tl.int64) * H + row) * W + col) * C + c
+    best, which = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros_like(at)
+    for tap in tl.static_range(K * K):
+        i, j = tap // K, tap % K
+        inside = live & (row + i >= 0) & (row + i < H) & (col + j >= 0) & (col + j < W)
+        x = tl.load(x_ptr + base + (i * W + j) * C, mask=inside, other=float("-inf")).to(tl.float32)
+        wins = (x > best) | (x != x)
+        which = tl.where(wins, tap, which)
+        best = tl.where(wins, x, best)
+    tl.store(y_ptr + at, best, mask=live)
+    tl.store(where_ptr + at, which.to(tl.int8), mask=live)
+
+
+@triton.jit
+def unpool_windows(
+    dy_ptr, where_ptr, dx_ptr, TOTAL, H, W, HO, WO, C, P, K: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The gradient of `pool_windows`' input: every input pixel asks all windows over it, in turn, whether it was the winner.
+    (Windows that add what they have where it belongs would do so in any order.)"""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = at < TOTAL
+    c, p = at % C, at // C
+    col, row, image = p % W + P, (p // W) % H + P, p // (W * H)
+    dx = tl.zeros((BLOCK,), dtype=tl.float32)
+    over: tl.constexpr = (K + STRIDE - 1) // STRIDE  # windows that a pixel can lie in, each way
+    for number in tl.static_range(over * over):
+        high, wide = row // STRIDE - number // over, col // STRIDE - number % over
+        i, j = row - high * STRIDE, col - wide * STRIDE
+        inside = live & (high >= 0) & (high < HO) & (i < K) & (wide >= 0) & (wide < WO) & (j < K)
+        window = ((image.to(tl.int64) * HO + high) * WO + wide) * C + c
+        which = tl.load(where_ptr + window, mask=inside, other=-1)
+        dy = tl.load(dy_ptr + window, mask=inside, other=0.0).to(tl.float32)
+        dx += tl.where(which == i * K + j, dy, 0.0)
+    tl.store(dx_ptr + at, dx, mask=live)
+
+
+@triton.jit
 def moments(x_ptr, near_ptr, NEAR, live_ptr, a_ptr, b_ptr, M, SPAN, PIXELS, C, N, BM: tl.constexpr, BC: tl.constexpr):
     """Sums over one span of client n's pixels, a[span, n, c] of d = x - near and b[span, n, c] of d², padding left out. Some value
     near the mean, here the first pixel's, keeps the digits that a difference of large sums would lose."""

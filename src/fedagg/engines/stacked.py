@@ -112,7 +112,8 @@ class MaxPool:
     def __init__(self, module: nn.MaxPool2d) -> None:
         self.options = [pair(v) for v in (module.kernel_size, module.stride, module.padding, module.dilation)]
         self.ceil = module.ceil_mode
-        self.halves = self.options == [[2, 2], [2, 2], [0, 0], [1, 1]] and not self.ceil
+        self.square = all(a == b for a, b in self.options) and self.options[3] == [1, 1] and not self.ceil
+        self.halves = self.square and self.options[:3] == [[2, 2], [2, 2], [0, 0]]
 
     def forward(self, x: Tensor) -> Tensor:
         self.x = x
