@@ -164,10 +164,13 @@ def test_the_whole_step_in_one(terms: str) -> None:
     assert torch.allclose(w, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize(("kernel", "stride", "bias"), [(1, 1, True), (1, 2, False), (3, 2, True)])
-def test_strides_and_single_pixels(kernel: int, stride: int, bias: bool) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "stride", "bias", "channels", "side"),
+    [(1, 1, True, 4, 7), (1, 2, False, 4, 7), (3, 2, True, 4, 7), (3, 2, False, 32, 8), (5, 2, False, 3, 9), (5, 3, True, 32, 10)],
+)
+def test_strides_and_single_pixels(kernel: int, stride: int, bias: bool, channels: int, side: int) -> None:
     n = 2
-    x, w = random(n * 2, 4, 7, 7, seed=1), random(n, 5, 4, kernel, kernel, seed=2)
+    x, w = random(n * 2, channels, side, side, seed=1), random(n, 5, channels, kernel, kernel, seed=2)
     b = random(n, 5, seed=3) if bias else None
     fused, plain = (make_convolution(form, n, kernel, kernel // 2, stride, half=False) for form in ("fused", "loop"))
     expected = plain.forward(x, w, b)

@@ -8,6 +8,7 @@ matrix product), so no patch is ever written to memory. Sums are made in a fixed
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ import triton
 from torch import Tensor
 
 from fedagg.engines import kernels
-from fedagg.engines.conv import spread, thin
 from fedagg.engines.stacked import BatchNorm, MaxPool, Place, ReLU, users
 
 
@@ -63,64 +63,43 @@ def merge(places: list[Place], place: Place, into: Place) -> None:
 
 
 class FusedConvolution:
-    """Convolution of n clients' images with n clients' filters.
-
-    The kernels step by one pixel. A longer stride is made of that, by thinning what comes out: more work than it needs, in the few
-    layers of a network that have it."""
+    """Convolution of n clients' images with n clients' filters."""
 
     splits_for = 264  # blocks that keep a large GPU busy
 
     def __init__(self, n: int, padding: int, stride: int = 1) -> None:
         self.n, self.padding, self.stride = n, padding, stride
 
-    def convolve(self, x: Tensor, w: Tensor, b: Tensor | None, padding: int) -> Tensor:
+    def convolve(
+        self, x: Tensor, w: Tensor, b: Tensor | None, padding: int, sides: Sequence[int], stride: int = 1, spread: int = 1
+    ) -> Tensor:
         """w (n, O, k, k, C), contiguous: tensor cores want the summed axis innermost."""
         n, outputs, k, _, channels = w.shape
         images, _, height, width = x.shape
-        ho, wo = height + 2 * padding - k + 1, width + 2 * padding - k + 1
+        ho, wo = sides
         x = x.contiguous(memory_format=torch.channels_last)
         y = torch.empty(images, outputs, ho, wo, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
         m = images // n * ho * wo
         tile = self.tile(outputs, k * k * channels, x.element_size())
         grid = (triton.cdiv(m, tile["BM"]), triton.cdiv(outputs, tile["BO"]), n)
         kernels.conv[grid](
-            x,
-            w,
-            b if b is not None else w,
-            y,
-            m,
-            height,
-            width,
-            ho,
-            wo,
-            padding,
-            C=channels,
-            O=outputs,
-            K=k,
-            BIAS=b is not None,
-            PRECISION=precision(),
-            **tile,
-        )
+            x, w, b if b is not None else w, y, m, height, width, ho, wo, padding, C=channels, O=outputs, K=k,
+            STRIDE=stride, SPREAD=spread, BIAS=b is not None, PRECISION=precision(), **tile,
+        )  # fmt: skip
         return y
 
     def forward(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         bias = b.contiguous() if b is not None else None
         filters, self.back = turned(w, x.dtype)
-        return thin(self.convolve(x, filters, bias, self.padding), self.stride)
-
-    def whole(self, dy: Tensor, x: Tensor, k: int) -> Tensor:
-        """The gradient of all that was there before thinning."""
-        return spread(dy, self.stride, x.shape[2] + 2 * self.padding - k + 1, x.shape[3] + 2 * self.padding - k + 1)
+        sides = [(side + 2 * self.padding - w.shape[-1]) // self.stride + 1 for side in x.shape[2:]]
+        return self.convolve(x, filters, bias, self.padding, sides, stride=self.stride)
 
     def input_gradient(self, x: Tensor, dy: Tensor, w: Tensor) -> Tensor:
-        k = w.shape[-1]
-        return self.convolve(self.whole(dy, x, k), self.back, None, k - 1 - self.padding)
+        return self.convolve(dy, self.back, None, w.shape[-1] - 1 - self.padding, x.shape[2:], spread=self.stride)
 
     def weight_gradient(self, x: Tensor, dy: Tensor, dw: Tensor, db: Tensor | None) -> None:
         n, outputs, channels, k, _ = dw.shape
-        dy = self.whole(dy, x, k)
-        images, _, height, _width = x.shape
-        ho, wo = dy.shape[2:]
+        images, _, ho, wo = dy.shape
         m, depth = images // n * ho * wo, k * k * channels
         tile = self.gradient_tile(channels, outputs, depth, x.element_size() == 2 and ho * wo >= 64)
         tiles = triton.cdiv(depth, tile["BK"]) * triton.cdiv(outputs, tile["BO"])
@@ -130,23 +109,11 @@ class FusedConvolution:
         # One split goes straight to where the update reads.
         out = dw if splits == 1 else dw.new_empty(splits * n, outputs * depth)
         grid = (triton.cdiv(depth, tile["BK"]), triton.cdiv(outputs, tile["BO"]), splits * n)
+        patches = unrolled(x, k, self.padding, wo, self.stride)
         kernels.weight_gradient[grid](
-            unrolled(x, k, self.padding, wo),
-            unrolled(dy, 1, 0, wo, sums=db),
-            out,
-            m,
-            span,
-            n,
-            out.stride(0),
-            C=channels,
-            O=outputs,
-            K=k,
-            PIXELS=ho * wo,
-            WO=wo,
-            PLANE=(height + 2 * self.padding) * wo,
-            PRECISION=precision(),
-            **tile,
-        )
+            patches, unrolled(dy, 1, 0, wo, sums=db), out, m, span, n, out.stride(0), C=channels, O=outputs, K=k,
+            STRIDE=self.stride, PIXELS=ho * wo, WO=wo, PLANE=patches[0, 0, 0].numel(), PRECISION=precision(), **tile,
+        )  # fmt: skip
         if splits > 1:
             dw.copy_(out.view(splits, n, -1).sum(0).view_as(dw))
 
@@ -179,17 +146,20 @@ def turned(w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return y, z
 
 
-def unrolled(x: Tensor, k: int, padding: int, width: int, sums: Tensor | None = None) -> Tensor:
-    """x (images, C, H, W) in channels-last memory as (images, C, k, H + 2p, width), see `kernels.unroll`. `sums` (n, C) gets
+def unrolled(x: Tensor, k: int, padding: int, width: int, stride: int = 1, sums: Tensor | None = None) -> Tensor:
+    """x (images, C, H, W) in channels-last memory as (images, C, k, stride, rows, width), see `kernels.unroll`. `sums` (n, C) gets
     the sum over every client's images."""
     x = x.contiguous(memory_format=torch.channels_last)
     images, channels, height, across = x.shape
-    y = torch.empty(images, channels, k, height + 2 * padding, width, device=x.device, dtype=x.dtype)
-    plane = (height + 2 * padding) * width
+    rows = -(-(height + 2 * padding) // stride)
+    y = torch.empty(images, channels, k, stride, rows, width, device=x.device, dtype=x.dtype)
+    plane = stride * rows * width
     tile: dict[str, Any] = {"BP": int(min(128, triton.next_power_of_2(plane))), "BC": min(32, triton.next_power_of_2(channels))}
     grid = (images * triton.cdiv(plane, tile["BP"]), triton.cdiv(channels, tile["BC"]))
     part = sums.new_empty(grid[0], channels) if sums is not None else y
-    kernels.unroll[grid](x, y, part, height, across, padding, channels, WO=width, PLANE=plane, K=k, SUM=sums is not None, **tile)
+    kernels.unroll[grid](
+        x, y, part, height, across, padding, channels, WO=width, PLANE=plane, K=k, STRIDE=stride, SUM=sums is not None, **tile
+    )
     if sums is not None:
         torch.sum(part.view(len(sums), -1, channels), 1, out=sums)
     return y

@@ -22,37 +22,45 @@ def conv(
     C: tl.constexpr,
     O: tl.constexpr,
     K: tl.constexpr,
+    STRIDE: tl.constexpr,
+    SPREAD: tl.constexpr,
     BIAS: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
     BO: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """y[n, m, o] = Σ_k patch(x)[n, m, k] w[n, o, k] for one client n, a block of output pixels m and of channels o."""
+    """y[n, m, o] = Σ_k patch(x)[n, m, k] w[n, o, k] for one client n, a block of output pixels m and of channels o. Patches begin
+    every STRIDE pixels; with SPREAD they are those of an image whose pixels stand so far apart, with zeros between."""
     n = tl.program_id(2).to(tl.int64)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     o = tl.program_id(1) * BO + tl.arange(0, BO)
     image, pixel = m // (HO * WO), m % (HO * WO)
-    row, col = pixel // WO - P, pixel % WO - P
+    row, col = pixel // WO * STRIDE - P, pixel % WO * STRIDE - P
     x_ptr += n * (M // (HO * WO)) * H * W * C
     w_ptr += n * (K * K * C) * O
-    base = (image * H + row) * W + col
     acc = tl.zeros((BM, BO), dtype=tl.float32)
     for k0 in range(0, K * K * C, BK):
         k = k0 + tl.arange(0, BK)
         if C % BK == 0:  # all of the block at one tap: whether it is inside is a matter of the pixel alone
             i, j = k0 // C // K, k0 // C % K
             r, s = row + i, col + j
-            inside = ((r >= 0) & (r < H) & (s >= 0) & (s < W) & (m < M))[:, None]
+            inside = (r >= 0) & (r < SPREAD * H) & (s >= 0) & (s < SPREAD * W) & (m < M)
+            if SPREAD > 1:
+                inside = inside & (r % SPREAD == 0) & (s % SPREAD == 0)
+            at = (image * H + r // SPREAD) * W + s // SPREAD
             # Said aloud: a compiler that does not see it loads one number at a time, and takes two to five times as long.
             c = tl.multiple_of(k0 % C + tl.arange(0, BK), BK)
-            a = tl.load(x_ptr + ((base + i * W + j) * C)[:, None] + c[None, :], mask=inside, other=0.0)
+            a = tl.load(x_ptr + (at * C)[:, None] + c[None, :], mask=inside[:, None], other=0.0)
         else:
             tap, c = k // C, k % C
             i, j = tap // K, tap % K
             r, s = row[:, None] + i[None, :], col[:, None] + j[None, :]
-            inside = (r >= 0) & (r < H) & (s >= 0) & (s < W) & (k < K * K * C)[None, :] & (m < M)[:, None]
-            a = tl.load(x_ptr + (base[:, None] + (i * W + j)[None, :]) * C + c[None, :], mask=inside, other=0.0)
+            inside = (r >= 0) & (r < SPREAD * H) & (s >= 0) & (s < SPREAD * W) & (k < K * K * C)[None, :] & (m < M)[:, None]
+            if SPREAD > 1:
+                inside = inside & (r % SPREAD == 0) & (s % SPREAD == 0)
+            at = (image[:, None] * H + r // SPREAD) * W + s // SPREAD
+            a = tl.load(x_ptr + at * C + c[None, :], mask=inside, other=0.0)
         b = tl.load(w_ptr + k[:, None] + o[None, :] * (K * K * C), mask=(k < K * K * C)[:, None] & (o < O)[None, :], other=0.0)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     if BIAS:
@@ -68,10 +76,11 @@ def weight_gradient(
     M,
     SPAN,
     N,
-    STRIDE,
+    ROW,
     C: tl.constexpr,
     O: tl.constexpr,
     K: tl.constexpr,
+    STRIDE: tl.constexpr,
     PIXELS: tl.constexpr,
     WO: tl.constexpr,
     PLANE: tl.constexpr,
@@ -89,7 +98,8 @@ def weight_gradient(
     k = tl.program_id(0) * BK + tl.arange(0, BK)
     o = tl.program_id(1) * BO + tl.arange(0, BO)
     c, tap = k // (K * K), k % (K * K)
-    offset = (c * K + tap % K) * PLANE + (tap // K) * WO
+    i, j = tap // K, tap % K
+    offset = (c * K + j) * PLANE + i % STRIDE * (PLANE // STRIDE) + i // STRIDE * WO
     images = M // PIXELS
     x_ptr += n * images * C * K * PLANE
     dy_ptr += n * M * O
@@ -108,7 +118,7 @@ def weight_gradient(
             other=0.0,
         )
         acc = tl.dot(a, d, acc, input_precision=PRECISION)
-    out = out_ptr + (split * N + n) * STRIDE + o[None, :] * (K * K * C) + k[:, None]
+    out = out_ptr + (split * N + n) * ROW + o[None, :] * (K * K * C) + k[:, None]
     tl.store(out, acc, mask=(k < K * K * C)[:, None] & (o < O)[None, :])
 
 
@@ -124,18 +134,20 @@ def unroll(
     WO: tl.constexpr,
     PLANE: tl.constexpr,
     K: tl.constexpr,
+    STRIDE: tl.constexpr,
     SUM: tl.constexpr,
     BP: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """y[image, c, j, r, s] = x[image, r - P, s + j - P, c]: from channels-last to channels-first, padded, in K copies shifted by
-    one column each and cut to the output's width. With K = 1 and no padding it is a change of memory order, and can leave the sums
-    of its blocks' pixels behind, sum[block, c]."""
+    """y[image, c, j, q, r, s] = x[image, r STRIDE + q - P, s STRIDE + j - P, c]: from channels-last to channels-first, padded, in K
+    copies shifted by one column each, of which every STRIDE-th is kept, and rows put together that are STRIDE apart. With K = 1 and
+    no padding it is a change of memory order, and can leave the sums of its blocks' pixels behind, sum[block, c]."""
     blocks = tl.cdiv(PLANE, BP)
     image = (tl.program_id(0) // blocks).to(tl.int64)
     p = tl.program_id(0) % blocks * BP + tl.arange(0, BP)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
-    row, left = p // WO - P, p % WO - P
+    rows: tl.constexpr = PLANE // (WO * STRIDE)
+    row, left = p // WO % rows * STRIDE + p // WO // rows - P, p % WO * STRIDE - P
     x_ptr += image * H * W * C
     y_ptr += image * C * K * PLANE
     inside = (row >= 0) & (row < H) & (p < PLANE)
