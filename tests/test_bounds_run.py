@@ -241,8 +241,9 @@ def command(*arguments: str) -> int:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(from_run, "load", lambda name, folder: DATA)
-    fedagg.run(data=DATA, algorithm="fedavg", out=tmp_path / "run", **{**FULL, "rounds": 3})
+    named = Dataset(DATA.x_train, DATA.y_train, DATA.x_test, DATA.y_test, name="mnist-mini")
+    monkeypatch.setattr(from_run, "load", lambda name, folder: named)
+    fedagg.run(data=named, algorithm="fedavg", out=tmp_path / "run", **{**FULL, "rounds": 3})
     assert command("bounds", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--fixed-point", "--passes", "2") == 0
     told = capsys.readouterr().out
     assert "true everywhere" in told

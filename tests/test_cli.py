@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+import fedagg
 from fedagg import cli
 from fedagg.config import PRESETS, Config, make, resolve
 from fedagg.errors import SettingError
@@ -104,6 +106,131 @@ def test_compare_makes_one_table_and_one_plot(tmp_path: Path, capsys: pytest.Cap
     assert first["loss"] == second["loss"]  # the first round is the same: same weights, batches and rate
 
 
+def rows(folder: Path) -> list[dict[str, object]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in lines]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [(["fedagg,fedbabu"], "needs a model with a body"), (["fedagg,fedavg", "--clients", "100000"], "clients = 100000")],
+)
+def test_compare_checks_every_method_before_it_writes(
+    arguments: list[str], hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("compare", *arguments, "--rounds", "1", "--out", str(tmp_path / "c")) == 2
+    told = capsys.readouterr().err
+    assert hint in told
+    assert told.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_compare_goes_on_where_it_was_stopped(
+    named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Impatient(cli.compare.Live):
+        def round_done(self, row: dict[str, object]) -> None:
+            if (self.label, row["round"]) == ("fedavg", 1):
+                raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    assert call("compare", "fedagg,fedavg,fedadam", *TINY, "--out", "whole") == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(cli.compare, "Live", Impatient)
+        assert call("compare", "fedagg,fedavg,fedadam", *TINY, *(["--out", "c"] if named else [])) == 130
+    (folder,) = [Path("c")] if named else list(Path("runs").iterdir())
+    told = capsys.readouterr().err
+    assert f"the same command{'' if named else f' with --out {folder}'} goes on from here" in told
+    assert not (folder / "fedadam").exists()
+    assert len(rows(folder / "fedavg")) == 1
+    before = (folder / "fedagg" / "result.json").stat().st_mtime_ns
+    assert call("compare", "fedagg,fedavg,fedadam", *TINY, "--out", str(folder), "--json") == 0
+    assert (folder / "fedagg" / "result.json").stat().st_mtime_ns == before  # it was finished
+    found = json.loads(capsys.readouterr().out)["runs"]
+    assert [run["algorithm"] for run in found] == ["fedagg", "fedavg", "fedadam"]
+    assert found[0] == json.loads((folder / "fedagg" / "result.json").read_text())
+    for name in ("fedagg", "fedavg", "fedadam"):
+        assert rows(folder / name) == rows(Path("whole") / name)
+        model = "model.safetensors"
+        assert (folder / name / model).read_bytes() == (Path("whole") / name / model).read_bytes()
+
+
+@pytest.mark.parametrize("change", [["--lr", "0.3"], ["--rounds", "3"]])
+def test_compare_does_not_mix_settings(change: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("compare", "fedavg", *TINY, "--quiet", "--out", str(tmp_path)) == 0
+    assert call("compare", "fedadam,fedavg", *TINY, *change, "--quiet", "--out", str(tmp_path)) == 2
+    told = capsys.readouterr().err
+    assert "holds a run of fedavg already, with" in told
+    assert change[0].strip("-") in told
+    assert not (tmp_path / "fedadam").exists()
+
+
+def test_compare_shows_what_a_finished_run_was_found_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ("compare", "fedbabu", *TINY, "--model", "lenet5", "--rounds", "1", "--quiet", "--json", "--out", str(tmp_path))
+    assert call(*line) == 0
+    first = capsys.readouterr().out
+    assert call(*line) == 0
+    assert capsys.readouterr().out == first
+    assert "personal_accuracy" in first
+
+
+def test_resume_has_its_own_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("run", *TINY, "--quiet", "--out", str(tmp_path / "a")) == 0
+    capsys.readouterr()
+    assert call("run", "--resume", str(tmp_path / "a"), "--rounds", "3", "--out", str(tmp_path / "b")) == 2
+    told = capsys.readouterr().err
+    assert "leave --out away" in told
+    assert told.count("\n") == 1
+    assert len(rows(tmp_path / "a")) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "words"), [(("data",), "the run's data came"), (("data", "model", "parts"), "the run's data, model and parts came")]
+)
+def test_what_came_from_python_is_not_looked_for(
+    given: tuple[str, ...], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    y = (x[:, 0] > 0).long()
+    every = {"data": fedagg.Dataset(x, y, x, y), "model": torch.nn.Linear(3, 2), "parts": [range(20), range(20, 40)]}
+    fedagg.run(**{key: every[key] for key in given}, rounds=1, clients=2, participation=1.0, out=tmp_path / "f")
+    there = str(tmp_path / "f")
+    for line, call_there in (
+        (["run", "--resume", there], f"fedagg.run(resume={there!r}, {', '.join(f'{key}=...' for key in given)})"),
+        (["partition", "--run", there, "--out", str(tmp_path / "p")], "fedagg.theory.heterogeneity"),
+        (["bounds", there], f"fedagg.theory.from_run.analyse(Path({there!r}), data=..."),
+    ):
+        assert call(*line) == 2
+        told = capsys.readouterr().err
+        assert words in told
+        assert call_there in told
+        assert told.count("\n") == 1
+    assert not (tmp_path / "p").exists()
+
+
+def test_plot_takes_folders_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert call("compare", "fedagg,fedavg", *TINY, "--quiet", "--out", "c") == 0
+    assert call("run", *TINY, "--quiet", "--out", "r") == 0
+    assert call("plot", "c", "r", "--format", "svg") == 0
+    drawn = Path("figures/runs.svg").read_text()
+    assert "<!-- fedagg seed 0 -->" in drawn
+    assert "<!-- fedavg seed 0 -->" in drawn
+    Path("empty").mkdir()
+    capsys.readouterr()
+    for wrong, words in (
+        ("nope", "choose one of all, fig-"),
+        ("empty", "holds no run"),
+        ("fig-curve", "did you mean 'fig-curves'"),
+    ):
+        assert call("plot", "r", wrong, "-o", "other") == 2
+        told = capsys.readouterr().err
+        assert f"what = {wrong!r}" in told
+        assert words in told
+    assert not Path("other").exists()
+
+
 def test_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("list") == 0
     printed = capsys.readouterr().out
@@ -126,6 +253,8 @@ BAD = [
     (["--rounds", "0"], "rounds = 0"),
     (["--lr", "much"], "--lr"),
     (["--nonsense", "1"], "--nonsense"),
+    (["--learning-rate", "1"], "Did you mean '--lr'"),
+    (["--partition", "shards", "--clients", "4000"], "shards = 2: 4000 clients need 8000 shards"),
     (["--device", "toaster"], "device = 'toaster'"),
     (["--estimator", "pretrain"], "needs --variant paper"),
     (["--algorithm", "fedbabu"], "needs a model with a body"),
@@ -175,3 +304,5 @@ def test_missing_data_says_how_to_get_it(
 def test_unknown_settings_from_python() -> None:
     with pytest.raises(SettingError, match="rounds"):
         make({"round": 3})
+    with pytest.raises(SettingError, match="did you mean 'lr'"):
+        fedagg.run(learning_rate=0.1)

@@ -132,4 +132,4 @@ def test_a_dataset_from_python_has_no_name_to_load(tmp_path: Path, capsys: pytes
     mine = Dataset(x, (x[:, 0] > 0).long(), x, (x[:, 0] > 0).long())
     fedagg.run(data=mine, model="linear", clients=4, rounds=1, participation=1.0, out=tmp_path / "run")
     assert command("--run", str(tmp_path / "run"), "--out", str(tmp_path / "out")) == 2
-    assert "custom" in capsys.readouterr().err
+    assert "the run's data came from Python" in capsys.readouterr().err

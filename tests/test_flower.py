@@ -190,6 +190,70 @@ def test_fedagg_does_not_take_a_broken_line_for_a_broken_model(kind):
     assert strategy.about[1]["clients"] == [0, 1, 3]
 
 
+def few(context):
+    """Twelve samples of classes that depend on the node: the first has never seen class 2."""
+    number = context.node_config["partition-id"]
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(12, 6, generator=generator), torch.arange(12) % (2 if number == 0 else 3)
+
+
+def small(outputs: int = 3) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, outputs))
+
+
+def represented(tamper=None, nodes=few):
+    strategy = FedAggStrategy(small(), settings(algorithm="fedgh", clients=3, participation=1.0))
+    strategy.run(HereGrid(client_app(small, nodes), 3, tamper), wait=0)
+    return strategy
+
+
+def test_a_node_that_lacks_the_last_class_takes_part_in_fedgh():
+    strategy = represented()
+    assert [row["left_out"] for row in strategy.book.history] == [0, 0, 0]
+    given = [few(HereGrid(None, 3).contexts[1000 + k]) for k in range(3)]
+    x, y = (torch.cat(parts) for parts in zip(*given, strict=True))
+    alone = fedagg.run(
+        strategy.config, data=fedagg.Dataset(x, y, x, y), model=small(), parts=[range(12), range(12, 24), range(24, 36)]
+    )
+    assert torch.allclose(strategy.now.w, strategy.layout.pack(alone.model).w, rtol=0, atol=1e-5)
+
+
+TABLES = {
+    "a class less": (
+        lambda config: {"counts": config["counts"][:8], "classes": config["classes"][:40]},
+        "vectors of the wrong shape",
+    ),
+    "a feature less": (lambda config: {"classes": config["classes"][:48]}, "vectors of the wrong shape"),
+    "nothing": (lambda config: {"counts": b"", "classes": b""}, "vectors of the wrong shape"),
+    "negative": (lambda config: {"counts": np.array([-1, 1, 1], np.float32).tobytes()}, "counts that cannot be"),
+    "not a number": (lambda config: {"counts": np.array([np.nan, 1, 1], np.float32).tobytes()}, "counts that cannot be"),
+}
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_class_table_of_another_shape_costs_one_client_one_round(kind):
+    change, cause = TABLES[kind]
+
+    def how(sent, reply):
+        reply.content["config"].update(change(reply.content["config"]))
+        return [reply]
+
+    strategy = represented(spoil(2, how))
+    assert [row["left_out"] for row in strategy.book.history] == [0, 1, 0]
+    assert strategy.about[1]["left_out"] == {"2": f"sent {cause}"}
+
+
+def test_labels_that_the_head_does_not_tell_apart_cost_the_node_alone():
+    def more(context):
+        x, y = few(context)
+        return (x, y + 1) if context.node_config["partition-id"] == 1 else (x, y)
+
+    strategy = represented(nodes=more)
+    assert [row["left_out"] for row in strategy.book.history] == [1, 1, 1]
+    assert "label 3" in strategy.about[0]["left_out"]["1"]
+
+
 def test_a_second_answer_does_not_count():
     twice = spoil(1, lambda sent, reply: [reply, reply])
     once, _ = federated(algorithm="fedagg", participation=1.0)

@@ -67,7 +67,7 @@ def test_shards(problem: tuple[np.ndarray, int, int], per_client: int) -> None:
     labels, clients, seed = problem
     clients = max(1, clients // per_client)
     if clients * per_client > len(labels):
-        with pytest.raises(SettingError, match="per_client"):
+        with pytest.raises(SettingError, match="shards = "):
             shards(labels, clients, per_client, seed)
         return
     parts = shards(labels, clients, per_client, seed)
@@ -191,8 +191,8 @@ def test_speed_at_scale() -> None:
         (lambda: iid(BALANCED.reshape(2, -1), 2), "labels"),
         (lambda: iid(BALANCED / 2, 2), "labels"),
         (lambda: iid(np.array([], dtype=np.int64), 1), "only 0 samples"),
-        (lambda: shards(BALANCED, 5, 0), "per_client = 0"),
-        (lambda: shards(BALANCED, 2501, 2), "per_client = 2"),
+        (lambda: shards(BALANCED, 5, 0), "shards = 0"),
+        (lambda: shards(BALANCED, 2501, 2), "shards = 2: 2501 clients need 5002 shards of 5000 samples; lower shards or clients"),
         (lambda: dirichlet(BALANCED, 5, 0.0), "sigma = 0.0"),
         (lambda: dirichlet(BALANCED, 5, -1), "sigma = -1"),
         (lambda: dirichlet(BALANCED, 5, math.nan), "sigma = nan"),

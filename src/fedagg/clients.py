@@ -121,7 +121,7 @@ class Clients:
         gathered = Gathered(self.robust, self.trim, getattr(self.engine, "team", None))
         for chunk in self.engine.run(model, work, jobs, self.memory):
             self.faults.corrupt(self.t, chunk)
-            gathered.add(chunk, work)
+            gathered.add(chunk, work, model)
             if self.memory is not None and self.remember is not None and work.memory:
                 self.memory.stage([job.client for job in chunk.jobs], self.remember(chunk, work))
         gathered.pool(jobs)
@@ -161,7 +161,7 @@ class Gathered:
     def __post_init__(self) -> None:
         self.sums, self.flows, self.stats, self.traces = (combiner(self.robust, self.trim) for _ in range(4))
 
-    def add(self, chunk: Chunk, work: Work) -> None:
+    def add(self, chunk: Chunk, work: Work, model: Model) -> None:
         sizes = torch.tensor([float(len(job.samples)) for job in chunk.jobs], dtype=torch.float64)
         norm2 = torch.linalg.vector_norm(chunk.delta, dim=1).double().square()
         along = chunk.delta @ work.field.T if work.field is not None else chunk.delta[:, :0]
@@ -177,7 +177,9 @@ class Gathered:
         }
         fits = [numbers == chunk.delta.shape[1] for numbers in chunk.numbers]
         sound = torch.tensor(fits) & torch.isfinite(row["norm2"]) & torch.isfinite(row["loss"])
-        for sent in (chunk.buffers, chunk.gradients, chunk.path, chunk.classes):
+        # Buffers that a client left alone count as such, and may be anything: a mask of infinities is nobody's fault.
+        statistics = torch.where(chunk.buffers == model.buffers, 0.0, chunk.buffers - model.buffers)
+        for sent in (statistics, chunk.gradients, chunk.path, chunk.classes):
             if sent is not None:
                 sound &= torch.isfinite(sent).flatten(1).all(1).cpu()
         lengths = (row["norm2"].sqrt() / row["steps"].clamp_min(1)).where(sound, torch.tensor(float("inf"))).tolist()
@@ -193,7 +195,7 @@ class Gathered:
         # An unweighted vote of 1 and a vote by data size; both are divided by their sums when those are known.
         self.sums.add(chunk.delta, torch.stack([sizes, torch.ones_like(sizes)]), lengths)
         self.flows.add(chunk.delta, torch.ones_like(sizes)[None], lengths, scale=1 / row["travel"].clamp_min(1e-30))
-        self.stats.add(chunk.buffers, sizes[None], lengths)
+        self.stats.add(statistics, sizes[None], lengths)
         self.rows.append(row)
 
     def pool(self, jobs: Sequence[Job]) -> None:
@@ -246,7 +248,7 @@ class Gathered:
             mean=weighted / float(size.sum()),
             plain=plain / count,
             velocity=self.summed(self.flows, valid, zero)[0] / count,
-            buffers=self.summed(self.stats, valid, torch.zeros_like(model.buffers)[None])[0] / float(size.sum()),
+            buffers=model.buffers + self.summed(self.stats, valid, torch.zeros_like(model.buffers)[None])[0] / float(size.sum()),
             theta=size / size.sum(),
             steps=every["steps"],
             travel=every["travel"],

@@ -15,6 +15,16 @@ from fedagg.errors import SettingError, unknown
 
 ENGINES = ("auto", "sequential", "batched", "distributed")
 
+# What other packages call a setting, where its letters would lead to another one.
+ELSEWHERE = {
+    "learning_rate": "lr",
+    "eta": "lr",
+    "num_clients": "clients",
+    "num_rounds": "rounds",
+    "local_epochs": "epochs",
+    "optimizer": "client_optimizer",
+}
+
 PRESETS: dict[str, dict[str, Any]] = {
     "mnist-linear": {"dataset": "mnist", "model": "linear", "lr": 0.01, "batch_size": 32, "rounds": 30},
     "mnist-cnn": {"dataset": "mnist", "model": "mnist-cnn", "lr": 0.01, "batch_size": 32, "rounds": 30},
@@ -109,7 +119,7 @@ class Config(BaseModel):
 
     average: bool = Field(False, description="report the running average of the global models (for every method)")
     eval_every: int = Field(1, ge=1, description="evaluate every so many rounds")
-    checkpoint_every: int = Field(0, ge=0, description="rounds between checkpoints; 0 for one a minute")
+    checkpoint_every: int = Field(0, ge=0, description="rounds between checkpoints; 0 for one every 45 seconds")
     client_memory: Literal["auto", "ram", "disk"] = Field("auto", description="where per-client vectors live")
     data_dir: str | None = Field(None, description="where data sets are (default FEDAGG_DATA, else the user's cache)")
 
@@ -153,7 +163,7 @@ def make(settings: dict[str, Any]) -> Config:
     """A configuration from loose settings, or one line that says which is wrong and what to do."""
     for key in settings:
         if key not in Config.model_fields:
-            raise unknown("setting", key, Config.model_fields)
+            raise unknown("setting", key, Config.model_fields, ELSEWHERE)
     try:
         return Config(**settings)
     except ValidationError as error:

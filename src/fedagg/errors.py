@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class FedaggError(Exception):
@@ -35,9 +35,11 @@ class FedaggWarning(UserWarning):
     """Something the user should know, and nothing has to be done about. The command line prints it as one line."""
 
 
-def unknown(setting: str, value: object, known: Iterable[str]) -> SettingError:
-    """The error for a name that does not exist, with the nearest one that does."""
+def unknown(setting: str, value: object, known: Iterable[str], elsewhere: Mapping[str, str] | None = None) -> SettingError:
+    """The error for a name that does not exist, with the nearest one that does; `elsewhere` has what others call it."""
     names = sorted(known)
-    near = [n for n in names if value and n.startswith(str(value))] or difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
+    near = [other for word, other in (elsewhere or {}).items() if word == value]
+    near = near or [n for n in names if value and n.startswith(str(value))]
+    near = near or difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return SettingError(setting, value, f"{hint}choose one of {', '.join(names)}")

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 import fedagg
-from fedagg import algorithms, checkpoint, engines, interrupt, models, partition, record, seeding
+from fedagg import algorithms, checkpoint, checks, engines, interrupt, models, partition, record, seeding
 from fedagg.checkpoint import Checkpoint
 from fedagg.clients import Clients, NoClients
-from fedagg.config import Config, resolve
+from fedagg.config import Config
 from fedagg.data import Dataset, load
 from fedagg.engines.base import Local, Loss, Setting, Work, cross_entropy
 from fedagg.engines.distributed import Team
@@ -85,11 +85,13 @@ class Result:
         }
 
 
-def within_memory(function: Callable[P, R]) -> Callable[P, R]:
-    """Memory that runs out is the user's to mend, so it is one line like every other error of the kind."""
+def guarded(function: Callable[P, R]) -> Callable[P, R]:
+    """Memory that runs out is the user's to mend, so it is one line like every other error of the kind; and torch has as many
+    threads after a run as before."""
 
     @functools.wraps(function)
     def careful(*args: P.args, **kwargs: P.kwargs) -> R:
+        threads = torch.get_num_threads()
         try:
             return function(*args, **kwargs)
         except (MemoryError, RuntimeError) as error:
@@ -98,12 +100,14 @@ def within_memory(function: Callable[P, R]) -> Callable[P, R]:
                 raise
             folder = kwargs.get("resume") or kwargs.get("out")
             again = f", then go on with --resume {folder}" if folder else ""
+        finally:
+            torch.set_num_threads(threads)
         raise FedaggError(f"out of memory; lower --chunk, --batch-size or --participation, or the model{again}")
 
     return careful
 
 
-@within_memory
+@guarded
 def run(
     config: Config | None = None,
     *,
@@ -121,11 +125,11 @@ def run(
     """Train one federated model.
 
     Args:
-        config: a complete configuration; else `settings` and `preset` make one. Keyword names are the command line's
-            options.
+        config: a complete configuration, which `settings` change; else `settings` and `preset` make one. Keyword names are the
+            command line's options.
         data: your own data in place of a named set.
         model: a name, or your own module.
-        parts: your own partition, an index array per client.
+        parts: your own partition, an array of indices (or a mask) per client.
         loss: per-sample loss of (output, target), (B,); cross-entropy by default.
         out: the run folder; without one nothing is written.
         resume: a run folder to go on with.
@@ -134,16 +138,7 @@ def run(
     """
     if isinstance(model, str):
         settings["model"], model = model, None
-    if config is None:
-        given: dict[str, Any] = {
-            "dataset": data.name if data else None,
-            "model": "custom" if model is not None else None,
-        }
-        if data is not None and data.name not in fedagg.data.names():
-            given["dataset"] = "custom"
-        if parts is not None:
-            given |= {"partition": "custom", "clients": len(parts)}
-        config = resolve({**{k: v for k, v in given.items() if v is not None}, **settings}, preset=preset)
+    config = checks.agreed(config, checks.given(data, model, parts), preset, settings)
     device = pick_device(config.device)
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -155,9 +150,10 @@ def run(
     data = data.normalized() if config.normalize else data
     if config.augment != "none" and len(data.shape) != 3:
         raise SettingError("augment", config.augment, f"needs images; samples of {data.name} have the shape {data.shape}")
-    parts = check_parts(parts, data) if parts is not None else deal(config, data)
+    parts = checks.indices(parts, data) if parts is not None else deal(config, data)
     module = copy.deepcopy(model) if model is not None else build_model(config, data)
-    layout = Layout(module)
+    checks.try_out(config, module, loss, data, parts)
+    layout, finished = Layout(module), copy.deepcopy(module)
     if layout.d == 0:
         raise SettingError("model", config.model, "has no trainable parameters")
 
@@ -207,7 +203,7 @@ def run(
             carried=algorithm.state,
         )
 
-    identity = fingerprint(config, data, parts, layout)
+    identity = fingerprint(config, data, parts, module, loss)
     environment = record.environment(device, engine.note, fedagg.__version__)
     if follows:
         book, callbacks = record.Record(None, config, environment), ()
@@ -273,13 +269,18 @@ def run(
         seconds = before + time.perf_counter() - started
         if done:
             save()
-        shown_module = layout.unpack(shown().to(torch.device("cpu")), module)
+        shown_module = layout.unpack(shown().to(torch.device("cpu")), finished)
         book.model(shown_module)
+        causes = {cause for row in book.history for cause in row["causes"]} - {"dropped out"}
+        if causes and all(row.get("unchanged") for row in book.history):
+            words = f"not one client was valid in any round ({', '.join(sorted(causes))}): the model is as it was"
+            warnings.warn(words, stacklevel=2)
 
         figures: dict[str, float] = {}
         fit = algorithm.personalised()
         if fit is not None and not interrupted:
-            figures["personal_accuracy"] = personal_accuracy(engine, participants(config.rounds), fit, now, evaluator)
+            personal = personal_accuracy(engine, participants(config.rounds), fit, now, evaluator)
+            figures |= {"personal_accuracy": personal} if math.isfinite(personal) else {}
         scored = [row for row in book.history if "accuracy" in row]
         result = Result(
             config=config,
@@ -356,14 +357,6 @@ def deal(config: Config, data: Dataset) -> Sequence[Any]:
     )
 
 
-def check_parts(parts: Sequence[Any], data: Dataset) -> Sequence[Any]:
-    for client, part in enumerate(parts):
-        indices = np.asarray(part)
-        if indices.ndim != 1 or len(indices) == 0 or indices.min() < 0 or indices.max() >= len(data):
-            raise SettingError("parts", f"client {client}", f"give at least one index from 0 to {len(data) - 1}")
-    return parts
-
-
 def build_model(config: Config, data: Dataset) -> nn.Module:
     if config.model == "custom":
         raise SettingError("model", "custom", "give your own module from Python as model=...")
@@ -417,8 +410,8 @@ def describe_clients(t: int, clients: Clients) -> dict[str, Any]:
     return row
 
 
-def fingerprint(config: Config, data: Dataset, parts: Sequence[Any], layout: Layout) -> dict[str, str]:
-    """What the configuration does not say: the model's form, and data and parts that were given from Python."""
+def fingerprint(config: Config, data: Dataset, parts: Sequence[Any], module: nn.Module, loss: Loss) -> dict[str, str]:
+    """What the configuration does not say: the model's form, and what was given from Python."""
 
     def digest(pieces: Iterable[Any]) -> str:
         total = hashlib.blake2b(digest_size=16)
@@ -426,13 +419,14 @@ def fingerprint(config: Config, data: Dataset, parts: Sequence[Any], layout: Lay
             total.update(np.ascontiguousarray(piece).data if isinstance(piece, np.ndarray) else repr(piece).encode())
         return total.hexdigest()
 
+    layout = Layout(module)
     form = [layout.parameters, [(name, shape) for name, shape, _ in layout.buffers]]
-    known = {"model": digest(form)}
+    known = {"model": digest(form if config.model != "custom" else [*form, repr(module)]), "loss": checks.name_of(loss)}
     if config.dataset == "custom":
         samples = [data.x_train.numpy(), data.y_train.numpy(), data.x_test.numpy(), data.y_test.numpy()]
         known["data"] = digest([data.shape, *samples])
     if config.partition == "custom":
-        known["parts"] = digest(np.asarray(part, dtype=np.int64) for part in parts)
+        known["parts"] = digest(piece for part in parts for piece in (len(part), np.asarray(part, dtype=np.int64)))
     return known
 
 
@@ -471,13 +465,12 @@ def recall(saved: Checkpoint, memory: ClientMemory, clients: int) -> None:
 
 
 def personal_accuracy(engine: engines.Engine, clients: Clients, fit: Work, model: Model, evaluator: Evaluator) -> float:
-    """Mean over some clients of the accuracy after fitting the model to each, weighted by the client's own labels."""
+    """Mean over some clients of the accuracy after fitting the model to each, weighted by the client's own labels; not a
+    number where all drop out."""
     scores = torch.zeros(2, dtype=torch.float64)  # sum and count
     for chunk in engine.run(model, fit, clients.jobs(), None):
         for job, delta, buffers in zip(chunk.jobs, chunk.delta, chunk.buffers, strict=True):
             scores += torch.tensor([evaluator.personal(Model(model.w + delta, buffers), job.samples), 1.0])
     team: Team | None = getattr(engine, "team", None)
     total, count = (scores if team is None else team.sum(scores)).tolist()
-    if not count:
-        raise FedaggError("no client was left to personalise the model for")
-    return float(total / count)
+    return float(total / count) if count else math.nan

@@ -32,7 +32,7 @@ class Layout:
     """Where each parameter and buffer of a module lies in the flat vectors.
 
     Integer buffers (batch counters) travel as floats beside the statistics they count, are averaged like them, and are
-    rounded when they are written back.
+    rounded when they are written back. What did not change on the way is left as it is: floats do not hold every number.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -82,9 +82,14 @@ class Layout:
         with torch.no_grad():
             for name, value in self.weights(model.w):
                 parameters[name].copy_(value.reshape(parameters[name].shape))
-            for name, value in self.statistics(model.buffers):
-                buffers[name].copy_(value)
+            self.restore(model.buffers, buffers)
         return module
+
+    def restore(self, vector: Tensor, buffers: dict[str, Tensor]) -> None:
+        """Write a vector (b,) into a module's buffers."""
+        for name, value in self.statistics(vector):
+            here = buffers[name]
+            here.copy_(torch.where(here.float() == value.float(), here, value))
 
 
 class Workspace:
@@ -105,9 +110,7 @@ class Workspace:
 
     def load(self, model: Model) -> None:
         self.w.copy_(model.w)
-        buffers = dict(self.module.named_buffers())
-        for name, value in self.layout.statistics(model.buffers):
-            buffers[name].copy_(value)
+        self.layout.restore(model.buffers, dict(self.module.named_buffers()))
 
     def statistics(self) -> Tensor:
         pieces = [b.reshape(-1).float() for _, b in self.module.named_buffers()]

@@ -52,11 +52,11 @@ def iid(labels: Labels, clients: int, seed: int = 0) -> Indices:
 def shards(labels: Labels, clients: int, per_client: int = 2, seed: int = 0) -> Indices:
     """McMahan et al. 2017: sort by label, cut into equal shards, give every client `per_client` of them."""
     labels = _checked(labels, clients)
-    _whole("per_client", per_client)
+    _whole("shards", per_client)  # errors name the setting, which is `shards` in files and options
     count = clients * per_client
     if count > len(labels):
-        fix = f"{clients} clients need {count} shards of {len(labels)} samples; lower per_client or clients"
-        raise SettingError("per_client", per_client, fix)
+        fix = f"{clients} clients need {count} shards of {len(labels)} samples; lower shards or clients"
+        raise SettingError("shards", per_client, fix)
     owners = _rng(_SHARDS, seed).permutation(count) // per_client
     return _gather(np.argsort(labels, kind="stable"), np.repeat(owners, _even(len(labels), count)), clients)
 

@@ -10,6 +10,7 @@ import typer
 
 from fedagg.cli import bench, bounds, catalogue, compare, datasets, flower, partition, plot, report, reproduce, train
 from fedagg.cli.show import err
+from fedagg.config import ELSEWHERE
 from fedagg.engines.distributed import leave
 from fedagg.errors import FedaggError
 
@@ -42,6 +43,10 @@ def main(arguments: list[str] | None = None) -> None:
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(2)
+    except click.NoSuchOption as error:
+        word = error.option_name.lstrip("-").replace("-", "_")
+        ours = f"--{ELSEWHERE[word].replace('_', '-')}" if word in ELSEWHERE else None
+        complain(f"No such option {error.option_name!r}. Did you mean {ours!r}?" if ours else error.format_message())
     except click.ClickException as error:
         complain(error.format_message())
     except FedaggError as error:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from fedagg import files
+from fedagg import files, runs
+from fedagg.cli import given
 from fedagg.cli.show import out
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def bounds(
     """
     from fedagg.theory import from_run, present  # loads matplotlib and scipy
 
+    given.refuse(runs.load(run).config, "run", run, "fedagg.theory.from_run.analyse(Path({folder!r}), {given})")
     analysis = from_run.analyse(run, rounds, data_dir=data_dir)
     folder = files.folder(out_dir or run)
     written = present.write(analysis, folder)

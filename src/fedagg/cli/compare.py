@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import fedagg
-from fedagg import data, files, plots
+from fedagg import data, files, plots, record, runs
 from fedagg.cli.options import with_settings
+from fedagg.cli.partition import trained
 from fedagg.cli.show import Live, err, out, results_table
-from fedagg.config import resolve
+from fedagg.config import Config, make, read, resolve
+from fedagg.data import Dataset
 from fedagg.errors import SettingError
+from fedagg.federation import Result, build_model
 
 
 def compare(
@@ -27,28 +32,31 @@ def compare(
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress display")] = False,
     **settings: Any,
 ) -> int:
-    """Run several methods side by side: one table, one plot, and a run folder each."""
+    """Run several methods side by side: one table, one plot, and a run folder each.
+
+    Stopped, the same command goes on: what is finished in its folder is not run again.
+    """
     preset = settings.pop("preset", None)
     names = [name.strip() for name in algorithms.split(",") if name.strip()]
     if not names:
         raise SettingError("algorithms", algorithms, "name at least one method, e.g. fedagg,fedavg")
     configs = [resolve({**settings, "algorithm": name}, config, preset) for name in dict.fromkeys(names)]
-    folder = files.folder(out_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-compare")
+    folder = out_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-compare"
     for chosen in configs:
-        if (folder / chosen.method).exists():
-            raise SettingError("out", str(folder), f"holds a run of {chosen.method} already; choose another folder")
+        same(folder, chosen)
     given = data.load(configs[0].dataset, configs[0].data_dir)
-    results = []
+    done = {chosen.method: finished(folder / chosen.method, given) for chosen in configs}
     for chosen in configs:
-        live = Live(chosen.method)
-        try:
-            callbacks = [] if quiet else [live]
-            results.append(fedagg.run(chosen, data=given, out=folder / chosen.method, callbacks=callbacks))
-        finally:
-            live.stop()
-        if results[-1].interrupted:
-            err.print("[yellow]stopped[/]: the methods after this one were not run")
-            break
+        if done[chosen.method] is None:
+            check(chosen, given)
+    files.folder(folder)
+    try:
+        results = run_all(configs, done, given, folder, quiet)
+    except KeyboardInterrupt:
+        hint(folder, out_dir)
+        raise
+    if results[-1].interrupted:
+        hint(folder, out_dir)
     c = configs[0]
     title = f"{c.dataset}, {c.model}, {c.partition}, {c.clients} clients, {100 * c.participation:g} % a round, seed {c.seed}"
     picture = plots.accuracy_curves({r.config.method: r.history for r in results}, folder / "accuracy.png", title)
@@ -61,3 +69,79 @@ def compare(
 
 
 compare = with_settings(compare, leave_out=("algorithm",))
+
+
+def same(folder: Path, config: Config) -> None:
+    """Refuse a folder that holds another run of the method. Where it runs may change, as with `--resume`; its rounds may not."""
+    if not (folder / config.method / "config.toml").exists():
+        return
+    before, now = make(read(folder / config.method / "config.toml")).model_dump(), config.model_dump()
+    free = record.MAY_CHANGE - {"rounds"}
+    differs = ", ".join(f"{k} {before[k]!r}" for k in now if before[k] != now[k] and k not in free)
+    if differs:
+        raise SettingError("out", str(folder), f"holds a run of {config.method} already, with {differs}; choose another folder")
+
+
+class Ready(Exception):
+    """A run would begin now."""
+
+
+class Stopper:
+    """Ends a run before its first round."""
+
+    def started(self, config: Config, done: int) -> None:
+        raise Ready
+
+    def round_done(self, row: dict[str, Any]) -> None: ...
+
+    def finished(self, result: Result) -> None: ...
+
+
+def check(config: Config, given: Dataset) -> None:
+    """All that a run checks, up to its first round and without a folder: the last method must not be refused after the first has
+    been trained for hours. One process does it alone, whatever engine the run has."""
+    try:
+        fedagg.run(config.changed(engine="sequential"), data=given, callbacks=[Stopper()])
+    except Ready:
+        return
+
+
+def run_all(
+    configs: Sequence[Config], done: Mapping[str, Result | None], given: Dataset, folder: Path, quiet: bool
+) -> list[Result]:
+    """The methods in turn, until one is interrupted; those in `done` have been run before."""
+    # Looked at before anything is run: of several processes, the first is soon to write these folders.
+    begun = {chosen.method for chosen in configs if (folder / chosen.method / "config.toml").exists()}
+    results: list[Result] = []
+    for chosen in configs:
+        if (before := done[chosen.method]) is not None:
+            results.append(before)
+            continue
+        live, own = Live(chosen.method), folder / chosen.method
+        new, old = (None, own) if chosen.method in begun else (own, None)
+        try:
+            results.append(fedagg.run(chosen, data=given, out=new, resume=old, callbacks=[] if quiet else [live]))
+        finally:
+            live.stop()
+        if results[-1].interrupted:
+            break
+    return results
+
+
+def finished(folder: Path, given: Dataset) -> Result | None:
+    """The result in a run folder, if the run came to its end."""
+    facts = runs.whole(folder / "result.json")
+    if not facts or facts.get("interrupted"):
+        return None
+    run = runs.load(folder)
+    if not facts.get("rounds") == len(run.history) == run.config.rounds:  # it was gone on with afterwards, for more rounds
+        return None
+    model = trained(build_model(run.config, given), folder / "model.safetensors")
+    numbers = {key: facts[key] for key in ("accuracy", "best_accuracy", "loss", "seconds")}
+    result = Result(config=run.config, history=run.history, model=model, run=folder, **numbers)
+    return replace(result, figures={key: value for key, value in facts.items() if key not in result.summary()})
+
+
+def hint(folder: Path, out_dir: Path | None) -> None:
+    more = "" if out_dir is not None else f" with --out {folder}"
+    err.print(f"stopped; the same command{more} goes on from here", style="yellow", markup=False, soft_wrap=True)

@@ -58,7 +58,7 @@ def register(folder: Folder) -> None:
     """Tell the running SuperLink which nodes may join: those with a public key in DIR/keys."""
     flwr = shutil.which("flwr", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
     if flwr is None:
-        raise FedaggError("the command flwr was not found; install Flower with: pip install 'fedagg[flower]'")
+        raise FedaggError("the command flwr was not found; install it in the clone of fedagg, with: pip install -e '.[flower]'")
     public = sorted((folder / "keys").glob("node-*.pub"))
     if not public:
         raise SettingError("DIR", str(folder), "has no keys/node-*.pub; make them with: fedagg flower keys DIR")

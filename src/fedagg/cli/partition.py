@@ -18,6 +18,7 @@ from torch import nn
 
 from fedagg import files, runs
 from fedagg import partition as splits
+from fedagg.cli import given as from_python
 from fedagg.cli.show import out
 from fedagg.config import Config, resolve
 from fedagg.data import Dataset, load
@@ -100,7 +101,9 @@ def chosen(given: dict[str, Any], run: Path | None, labels: Path | None) -> Conf
     settled = [f"--{key}" for key in options if key != "data_dir"] + (["--labels"] if labels is not None else [])
     if settled:
         raise SettingError("run", str(run), f"has its own data, split and model; leave {', '.join(settled)} out")
-    return runs.load(run).config.changed(**options)
+    config = runs.load(run).config.changed(**options)
+    from_python.refuse(config, "run", run, "the functions of fedagg.theory.heterogeneity")
+    return config
 
 
 def split_name(config: Config) -> str:

@@ -14,7 +14,7 @@ from fedagg.errors import SettingError, unknown
 from fedagg.reproduce import figures, grid
 from fedagg.reproduce.results import Store
 
-WHAT = "figures of the paper (fig-curves, ..., or `all`), or run folders"
+WHAT = "figures of the paper (fig-curves, ..., or `all`), run folders, or folders of runs (of `fedagg compare`)"
 
 
 def plot(
@@ -35,31 +35,47 @@ def plot(
     for ending in endings:
         if ending not in plots.FORMATS:
             raise unknown("format", ending, plots.FORMATS)
-    files.folder(folder)
     given = [name for name in grid.names() if name.startswith("fig-")] if what == ["all"] else what
-    drawn: list[Path] = []
-    if all((Path(name) / "config.toml").exists() for name in given):
-        drawn = draw_runs([Path(name) for name in given], [folder / f"runs.{ending}" for ending in endings])
-    else:
-        for name in given:
-            spec = grid.narrow(
-                grid.load(name),
-                rows=words(rows),
-                methods=words(algorithms),
-                participation=shares(participation),
-                seeds=seeds,
-                rounds_scale=rounds_scale,
-                overrides={"data_dir": str(data_dir)} if data_dir else {},
-            )
-            if spec.kind == "table":
-                raise SettingError("what", name, "is a table: see it with `fedagg reproduce NAME --show`")
-            made = figures.draw(spec, Store(results), folder, endings)
-            if not made:
-                err.print(f"[yellow]{name}: nothing to draw yet[/]; run `fedagg reproduce {name}` first", highlight=False)
-            drawn += made
+    found = {name: folders(name) for name in given}
+    specs = {
+        name: grid.narrow(
+            grid.load(name),
+            rows=words(rows),
+            methods=words(algorithms),
+            participation=shares(participation),
+            seeds=seeds,
+            rounds_scale=rounds_scale,
+            overrides={"data_dir": str(data_dir)} if data_dir else {},
+        )
+        for name in given
+        if not found[name]
+    }
+    for name, spec in specs.items():
+        if spec.kind == "table":
+            raise SettingError("what", name, "is a table: see it with `fedagg reproduce NAME --show`")
+    files.folder(folder)
+    chosen = [path for paths in found.values() for path in paths]
+    drawn = draw_runs(chosen, [folder / f"runs.{ending}" for ending in endings]) if chosen else []
+    for name, spec in specs.items():
+        made = figures.draw(spec, Store(results), folder, endings)
+        if not made:
+            err.print(f"[yellow]{name}: nothing to draw yet[/]; run `fedagg reproduce {name}` first", highlight=False)
+        drawn += made
     for path in drawn:
         out.print(str(path), soft_wrap=True, highlight=False)
     return 0 if drawn else 1
+
+
+def folders(name: str) -> list[Path]:
+    """The run folders that a word stands for; none if it is a figure's name."""
+    if name in grid.names() or name == "quick" or name.endswith(".toml"):
+        return []
+    if found := runs.find(Path(name)):
+        return found
+    if Path(name).exists():
+        raise SettingError("what", name, "holds no run; give a run folder, a folder of runs, or a figure's name")
+    known = [figure for figure in grid.names() if figure.startswith("fig-")]
+    raise SettingError("what", name, f"is no folder of runs; {unknown('what', name, [*known, 'all']).fix}")
 
 
 def draw_runs(folders: list[Path], paths: list[Path]) -> list[Path]:

@@ -13,6 +13,7 @@ import typer
 
 import fedagg
 from fedagg import trackers
+from fedagg.cli import given as from_python
 from fedagg.cli.options import with_settings
 from fedagg.cli.show import Live, err, out, results_table
 from fedagg.config import Config, make, read, resolve
@@ -33,6 +34,8 @@ def run(
     **settings: Any,
 ) -> int:
     """Train one federated model, and keep everything about it in a run folder."""
+    if resume is not None and out_dir is not None:
+        raise SettingError("out", str(out_dir), f"--resume goes on in its own folder, {resume}; leave --out away")
     chosen = resumed(resume, config, settings) if resume is not None else resolve(settings, config, settings.pop("preset", None))
     folder = resume or out_dir or default_folder(chosen)
     leads = os.environ.get("RANK", "0") == "0"  # of several processes under torchrun, the first one speaks
@@ -57,7 +60,9 @@ def resumed(folder: Path, file: Path | None, settings: dict[str, Any]) -> Config
     if not (folder / "config.toml").exists():
         raise SettingError("resume", str(folder), "is not a run folder: it has no config.toml")
     given = {k: v for k, v in settings.items() if v is not None and k != "preset"}
-    return make({**read(folder / "config.toml"), **(read(file) if file else {}), **given})
+    config = make({**read(folder / "config.toml"), **(read(file) if file else {}), **given})
+    from_python.refuse(config, "resume", folder, "fedagg.run(resume={folder!r}, {given}) and the run's settings")
+    return config
 
 
 def default_folder(config: Config) -> Path:

@@ -177,14 +177,16 @@ class Batched:
     chunk: int = 0
     note: str = "clients in one batch"
     capture: bool = False
-    padding: bool = False  # does the network leave padded samples out of its batch statistics?
+    padding: bool | None = (
+        None  # may clients of different sizes be padded to train together? None: unless there are batch statistics
+    )
     stages: dict[Shape, Stage] = field(default_factory=dict)
     most: int = 0  # clients that fit into memory; measured when first asked for
 
     def __post_init__(self) -> None:
         # Padded samples must not enter batch statistics: unless the network sees to it, only clients of equal size train together.
         normed = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.setting.module.modules())
-        self.whole = normed and not self.padding
+        self.whole = normed if self.padding is None else not self.padding
 
     def groups(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
         """Clients that train together, those with like numbers of steps side by side."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -22,12 +21,16 @@ from fedagg.engines.conv import channels_last
 from fedagg.engines.distributed import Distributed
 from fedagg.engines.sequential import Sequential
 from fedagg.engines.threaded import Threaded, draws
+from fedagg.engines.trial import Trial
 from fedagg.engines.vmapped import VmappedNetwork
+from fedagg.errors import SettingError
 
 
 class Wishes(Protocol):
     """What the configuration says about engines."""
 
+    @property
+    def model(self) -> str: ...
     @property
     def chunk(self) -> int: ...
     @property
@@ -49,27 +52,45 @@ def build(name: str, setting: Setting, wishes: Wishes) -> Engine:
 
 def pick(setting: Setting, wishes: Wishes) -> Engine:
     """`auto`: what was fastest where it was measured (see the page on engines)."""
-    cores = wishes.threads or os.cpu_count() or 1
-    if setting.device.type == "cpu" and convolves(setting.module):
-        if stacked.supported(setting):
+    cores, module = wishes.threads or os.cpu_count() or 1, setting.module
+    trial = Trial(setting) if wishes.model == "custom" else None
+    if setting.device.type == "cpu" and any(isinstance(m, nn.RNNBase) for m in module.modules()):
+        return noted(Sequential(setting), "recurrent layers gain nothing from stacking")
+    if setting.device.type == "cpu" and convolves(module):
+        if stacked.supported(setting) and (trial is None or trial.passed(stacked.StackedNetwork, padded=True)):
             return noted(Threaded(setting, cores, stacked.StackedNetwork), "no autograd; convolutions fill a core, not several")
-        if cores > 1 and not draws(setting.module):
+        if cores > 1 and not (draws(module) if trial is None else trial.draws):
             return noted(Threaded(setting, cores), "convolutions fill a core, not several")
         return noted(Sequential(setting), "convolutions on a CPU gain nothing from stacking")
-    return batched(setting, wishes)
+    return together(setting, wishes, trial) or noted(
+        Sequential(setting), "the network does not train the same in a batch of clients"
+    )
 
 
 def batched(setting: Setting, wishes: Wishes) -> Engine:
-    """All clients in one batch: written-out layers where there are all, vmap for everything else; captured on a GPU."""
+    """As asked for by name: whatever the device, and no other."""
+    engine = together(setting, wishes, Trial(setting) if wishes.model == "custom" else None)
+    if engine is None:
+        raise SettingError(
+            "engine", "batched", "the model does not train the same in a batch of clients; choose auto or sequential"
+        )
+    return engine
+
+
+def together(setting: Setting, wishes: Wishes, trial: Trial | None) -> Engine | None:
+    """All clients in one batch: written-out layers where there are all, vmap for everything else; captured on a GPU. A network that
+    is on trial must pass."""
     cuda = setting.device.type == "cuda"
-    make: Callable[[Setting, int], stacked.StackedNetwork | VmappedNetwork] = VmappedNetwork
-    words = "vmap over clients"
-    written = stacked.supported(setting)
-    if written:
+    words = ", captured as a graph" if cuda else ""
+    if stacked.supported(setting) and (trial is None or trial.passed(stacked.StackedNetwork, padded=True)):
         form = "fused" if cuda and has_triton() else "loop"
         make = functools.partial(stacked.StackedNetwork, conv=form)
-        words = "stacked layers, no autograd" + (f", {form} convolutions" if form == "fused" else "")
-    return Batched(setting, make, wishes.chunk, words + (", captured as a graph" if cuda else ""), capture=cuda, padding=written)
+        words = "stacked layers, no autograd" + (f", {form} convolutions" if form == "fused" else "") + words
+        return Batched(setting, make, wishes.chunk, words, capture=cuda, padding=True)
+    if trial is not None and not trial.passed(VmappedNetwork, padded=False):
+        return None
+    padding = None if trial is None else trial.passed(VmappedNetwork, padded=True)
+    return Batched(setting, VmappedNetwork, wishes.chunk, "vmap over clients" + words, capture=cuda, padding=padding)
 
 
 def convolves(module: nn.Module) -> bool:

@@ -18,6 +18,8 @@ from torch import Tensor
 from fedagg.engines import kernels
 from fedagg.engines.stacked import BatchNorm, MaxPool, Place, ReLU, users
 
+WIDEST = 11  # window: its pixels are numbered in a byte
+
 
 def precision() -> str:
     """tf32 where torch allows it for its own products, plain float32 elsewhere."""
@@ -51,7 +53,7 @@ def fuse(places: list[Place]) -> None:
                 merge(places, source, below)
                 count[below] = count[source]
     for place in places:
-        if isinstance(place.layer, MaxPool) and place.layer.square:
+        if isinstance(place.layer, MaxPool) and place.layer.square and place.layer.options[0][0] <= WIDEST:
             place.layer = WindowPool(place.layer)
 
 

@@ -5,6 +5,7 @@ Only layers and joints that `stacked` has written out are let through, used as i
 
 from __future__ import annotations
 
+import copy
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -43,14 +44,11 @@ def traced(module: nn.Module, axes: int) -> list[Node] | None:
     """The layers in the order in which they run, for samples with so many axes; None if something is not written out."""
     if not all(p.requires_grad for p in module.parameters()):
         return None
-    modes = [(part, part.training) for part in module.modules()]
+    module = copy.deepcopy(module).train()  # which may keep what it was shown
     try:
-        graph = fx.Tracer().trace(module.train())
+        graph = fx.Tracer().trace(module)
     except Exception:  # whatever a stranger's forward does with something that is no tensor
         return None
-    finally:
-        for part, mode in modes:
-            part.training = mode
     places: dict[fx.Node, Node | None] = {}
     nodes: list[Node] = []
     names: set[str] = set()

@@ -70,5 +70,5 @@ class Held:
 
 
 def draws(module: nn.Module) -> bool:
-    """Does the module draw random numbers while it trains? Torch's generator is shared by all threads."""
+    """Does a network of ours draw random numbers while it trains? Torch's generator is shared by all threads."""
     return any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in module.modules())

@@ -7,7 +7,7 @@ try:
 except ImportError:
     from fedagg.errors import FedaggError
 
-    raise FedaggError("fedagg.flower needs Flower; install it with: pip install 'fedagg[flower]'") from None
+    raise FedaggError("fedagg.flower needs Flower; install it in the clone of fedagg, with: pip install -e '.[flower]'") from None
 
 from fedagg.flower.client import client_app
 from fedagg.flower.privacy import Privacy

@@ -7,6 +7,7 @@ node is given a `state-dir`, on its disk.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -66,7 +67,7 @@ def client_app(
     def train(message: Message, context: Context) -> Message:
         module, node, client = model(), node_data(data(context)), client_of(context)
         order = messages.read_order(message.content, Layout(module))
-        setting = setting_of(module, node, order.local, context, loss)
+        setting = setting_of(module, node, order.local, context, loss, order.work.represent)
         samples = torch.arange(len(node.data))
         job = Job(client=client, samples=samples, epochs=order.local.epochs, seed=order.seed)
         at, work = order.model.to(setting.device), messages.moved(order.work, setting.device)
@@ -117,9 +118,23 @@ def client_of(context: Context) -> int:
     return number
 
 
-def setting_of(module: nn.Module, node: NodeData, local: Local, context: Context, loss: Loss) -> Setting:
+def setting_of(module: nn.Module, node: NodeData, local: Local, context: Context, loss: Loss, head: str | None = None) -> Setting:
+    """`head` is the layer whose input the work asks to represent by class, if it does."""
     device = pick_device(str(context.node_config.get("device", "auto")))
-    return Setting(module, node.data.x_train, node.data.y_train, node.data.classes, local, device, loss)
+    classes = node.data.classes if head is None else told_apart(module, head, node)
+    return Setting(module, node.data.x_train, node.data.y_train, classes, local, device, loss)
+
+
+@torch.no_grad()
+def told_apart(module: nn.Module, head: str, node: NodeData) -> int:
+    """The classes there are: as many as the head has outputs. The node's own labels do not say, for it may lack the last ones."""
+    seen: list[int] = []
+    probe = copy.deepcopy(module).eval()
+    probe.get_submodule(head).register_forward_hook(lambda _, args, output: seen.append(int(output.shape[-1])))
+    probe(node.data.x_train[:1])
+    if (highest := int(node.data.y_train.max())) >= seen[0]:
+        raise SettingError("data(context)", f"label {highest}", f"the model's head {head!r} tells {seen[0]} classes apart")
+    return seen[0]
 
 
 def recall(context: Context, accepted: tuple[int, int], d: int) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedagg.engines.base import Chunk, Job, Local, Work
 from fedagg.flat import Layout, Model
@@ -188,9 +188,11 @@ def write_answer(chunk: Chunk, model: Model, samples: int) -> RecordDict:
     return content
 
 
-def read_answer(content: RecordDict, job: Job, model: Model, work: Work, local: Local, layout: Layout) -> Chunk:
+def read_answer(
+    content: RecordDict, job: Job, model: Model, work: Work, local: Local, layout: Layout, head: nn.Module | None = None
+) -> Chunk:
     """One node's answer as a chunk of one client. What is finite and what is too long is judged later, with
-    everybody's."""
+    everybody's. `head` is the layer whose input the work asks to represent."""
     record, metrics = one(content.array_records), one(content.metric_records)
     mine = read_model(record, layout)
     loss, first, steps = (number(metrics.get(name)) for name in ("loss", "first", "steps"))
@@ -205,11 +207,8 @@ def read_answer(content: RecordDict, job: Job, model: Model, work: Work, local: 
         trace["gradients"] = unraw(extra.get("gradients"), (1, local.epochs, layout.d))
         trace["path"] = unraw(extra.get("path"), (1, local.epochs + 1, layout.d))
     if work.represent is not None:
-        counts, classes = extra.get("counts"), extra.get("classes")
-        if not isinstance(counts, bytes) or not isinstance(classes, bytes) or not counts or len(classes) % len(counts):
-            raise BadAnswer("sent vectors of the wrong shape")
-        trace["counts"] = unraw(counts, (1, len(counts) // 4))
-        trace["classes"] = unraw(classes, (1, len(counts) // 4, len(classes) // len(counts)))
+        assert head is not None
+        trace["classes"], trace["counts"] = class_table(extra.get("classes"), extra.get("counts"), head)
     return Chunk(
         jobs=[job],
         delta=(mine.w.to(model.w) - model.w)[None],
@@ -220,6 +219,28 @@ def read_answer(content: RecordDict, job: Job, model: Model, work: Work, local: 
         steps=torch.tensor([int(steps)]),
         **{name: part.to(model.w.device) for name, part in trace.items()},
     )
+
+
+def class_table(classes: object, counts: object, head: nn.Module) -> tuple[Tensor, Tensor]:
+    """Means by class and how many there are of each: as many rows as the head tells classes apart, as long as what it takes."""
+    if not isinstance(counts, bytes) or not isinstance(classes, bytes) or not counts or len(classes) % len(counts):
+        raise BadAnswer("sent vectors of the wrong shape")
+    rows, features = len(counts) // 4, len(classes) // len(counts)
+    if outputs(head, features) != rows:
+        raise BadAnswer("sent vectors of the wrong shape")
+    held = unraw(counts, (1, rows))
+    if not bool((torch.isfinite(held) & (held >= 0)).all()):
+        raise BadAnswer("sent counts that cannot be")
+    return unraw(classes, (1, rows, features)), held
+
+
+@torch.no_grad()
+def outputs(head: nn.Module, features: int) -> int | None:
+    """How many numbers a head in evaluation mode makes of so many; None if it does not take them."""
+    try:
+        return int(head(next(head.parameters()).new_zeros(1, features)).shape[-1])
+    except Exception:  # whatever a module of the user's says to an input that does not fit
+        return None
 
 
 def number(value: object) -> float:

@@ -6,6 +6,7 @@ sends a message to each node and makes of the replies what an engine makes of it
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -65,6 +66,7 @@ class Remote:
         # it is about.
         sent = {order.metadata.message_id: client for client, order in orders.items()}
         wanted = {job.client: job for job in jobs}
+        head = strategy.head(work.represent)
         for client in wanted:
             self.left_out[client] = LATE
         for reply in replies:
@@ -80,7 +82,7 @@ class Remote:
                     reason = " ".join(str(reply.error.reason).split())[-300:]
                     raise BadAnswer(CAUSES.get(reply.error.code, f"failed: {reason}"))
                 job = wanted[client]
-                chunks[client] = messages.read_answer(reply.content, job, model, work, strategy.local, strategy.layout)
+                chunks[client] = messages.read_answer(reply.content, job, model, work, strategy.local, strategy.layout, head)
                 del self.left_out[client]
             except BadAnswer as bad:
                 self.left_out[client] = str(bad)
@@ -154,6 +156,7 @@ class FedAggStrategy(Strategy):
         self.extra = ConfigRecord()
         self.ask: Ask = list
         self.prepared = False
+        self.heads: dict[str, nn.Module] = {}
         self.about: list[dict[str, Any]] = []  # this process's lines of clients.jsonl
         form = repr((self.layout.parameters, self.layout.buffers))
         self.identity = {"model": hashlib.blake2b(form.encode(), digest_size=16).hexdigest(), "privacy": repr(privacy)}
@@ -327,6 +330,12 @@ class FedAggStrategy(Strategy):
     def shown(self, now: Model) -> Model:
         """The model that is evaluated and kept: the one trained, unless the method or the settings say otherwise."""
         return Model(self.average, now.buffers) if self.config.average else self.algorithm.reported(now)
+
+    def head(self, name: str | None) -> nn.Module | None:
+        """The layer of that name in evaluation mode, to hold answers against; a copy, for the network is the user's."""
+        if name is not None and name not in self.heads:
+            self.heads[name] = copy.deepcopy(self.module.get_submodule(name)).eval()
+        return None if name is None else self.heads[name]
 
     def order(self, model: Model, work: Work, job: Job, t: int, step: int) -> Message:
         """The message to one node; its own bound of the rate and its own last answer are in it."""

@@ -1,0 +1,259 @@
+"""What is said before any long work starts, and modules that do what no list foresees."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import fedagg
+from fedagg.config import Config
+from fedagg.errors import FedaggError, SettingError
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((200, 20)).astype(np.float32)
+Y = (X @ RNG.standard_normal((20, 3))).argmax(1)
+DATA = fedagg.Dataset(X, Y, X[:50], Y[:50])
+IMAGES = fedagg.Dataset(X[:, :16].reshape(-1, 1, 4, 4), Y, X[:50, :16].reshape(-1, 1, 4, 4), Y[:50])
+PARTS = np.split(np.arange(200), [30, 75, 120])
+FEW: dict[str, Any] = {"algorithm": "fedavg", "rounds": 2, "participation": 1.0, "lr": 0.05, "batch_size": 16}
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def test_masks_name_the_samples_they_mark() -> None:
+    owner = np.arange(200) % 4
+    one, two = (
+        fedagg.run(data=DATA, parts=parts, **FEW)
+        for parts in ([owner == k for k in range(4)], [np.flatnonzero(owner == k) for k in range(4)])
+    )
+    assert one.history[0]["samples"] == 600
+    assert one.history[-1]["loss"] == two.history[-1]["loss"]
+
+
+@pytest.mark.parametrize(
+    "part", [[0.5, 1.0], [], [[0, 1]], [-1], [200], np.ones(199, dtype=bool), np.zeros(200, dtype=bool)], ids=str
+)
+def test_parts_that_name_no_samples(part: Any) -> None:
+    with pytest.raises(SettingError, match="parts = 'client 1': give at least one index from 0 to 199"):
+        fedagg.run(data=DATA, parts=[[0, 1], part], **FEW)
+
+
+def test_settings_change_a_configuration() -> None:
+    config = Config(rounds=2, clients=10, algorithm="fedavg")
+    assert len(fedagg.run(config, data=DATA, rounds=3).history) == 3
+    result = fedagg.run(config, data=DATA, parts=PARTS)
+    assert (result.config.clients, result.config.partition, result.config.dataset) == (4, "custom", "custom")
+    with pytest.raises(SettingError, match="roundz"):
+        fedagg.run(config, roundz=3)
+    with pytest.raises(SettingError, match="preset = 'mnist-cnn': a configuration is complete"):
+        fedagg.run(config, preset="mnist-cnn")
+
+
+@pytest.mark.parametrize("said", [{"clients": 20}, {"clients": 2}, {"partition": "shards"}, {"dataset": "mnist"}])
+def test_settings_that_contradict_what_is_given(said: dict[str, Any]) -> None:
+    with pytest.raises(SettingError, match="given from Python"):
+        fedagg.run(data=DATA, parts=PARTS, **FEW, **said)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"model": nn.Sequential(nn.Linear(20, 2))}, "puts out 2 numbers a sample; labels from 0 to 2 need 3"),
+        ({"model": nn.Linear(9, 3)}, r"does not take samples of shape \(20,\) in float32: mat1 and mat2"),
+        ({"model": small().double()}, "does not take samples"),
+        ({"model": nn.LazyLinear(3)}, "do not know their sizes yet"),
+        ({"model": nn.Linear}, "model = 'Linear': give a torch module"),
+        ({"data": (X, Y, X, Y)}, "data = 'tuple': give fedagg.Dataset"),
+        ({"loss": nn.CrossEntropyLoss()}, r"loss = 'CrossEntropyLoss': must give one number a sample.*reduction='none'"),
+        ({"loss": functional.mse_loss}, "loss = 'mse_loss': does not take the model's output"),
+        ({"data": fedagg.Dataset((X * 9).astype(np.int64), Y, (X * 9).astype(np.int64), Y)}, "in int64"),
+    ],
+)
+def test_what_does_not_fit_together_is_said_in_one_line(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingError, match=words) as caught:
+        fedagg.run(**{"data": DATA, "model": small()} | given, **FEW)
+    assert "\n" not in str(caught.value)
+
+
+def test_batch_normalisation_and_a_batch_of_one() -> None:
+    normed = nn.Sequential(nn.Linear(20, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    parts = [np.arange(33), np.arange(33, 70)]
+    with pytest.raises(SettingError, match="batch_size = 16: leaves client 0 with a batch of one"):
+        fedagg.run(data=DATA, model=normed, parts=parts, **FEW)
+    assert len(fedagg.run(data=DATA, model=normed, parts=parts, **FEW | {"batch_size": 15}).history) == 2
+
+
+def test_threads_are_put_back() -> None:
+    before = torch.get_num_threads()
+    fedagg.run(data=DATA, **FEW, threads=before + 1)
+    assert torch.get_num_threads() == before
+
+
+def test_resuming_wants_the_same_parts_module_and_loss(tmp_path: Any) -> None:
+    def train(parts: Any = PARTS, model: nn.Module | None = None, **more: Any) -> fedagg.Result:
+        return fedagg.run(data=DATA, parts=parts, model=model or small(), **FEW, **more)
+
+    train(out=tmp_path / "run")
+    moved = np.split(np.arange(200), [40, 75, 120])
+    tanh = nn.Sequential(nn.Linear(20, 8), nn.Tanh(), nn.Linear(8, 3))
+    half = lambda output, target: functional.cross_entropy(output, target, reduction="none") / 2  # noqa: E731
+    for other in ({"parts": moved}, {"model": tanh}, {"loss": half}):
+        with pytest.raises(FedaggError):
+            train(resume=tmp_path / "run", **other)
+    assert len(train(resume=tmp_path / "run").history) == 2
+
+
+class InPlace(nn.Module):
+    """Writes over what it uses again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.r, self.o = nn.Linear(20, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.o(self.r(h) + h)
+
+
+def hooked() -> nn.Module:
+    module = small()
+    module[0].register_forward_hook(lambda _module, _given, output: 0.1 * output)
+    return module
+
+
+class Reassigning(nn.Module):
+    """Keeps a buffer without changing it in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.o = nn.Linear(20, 3)
+        self.register_buffer("m", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.m = 0.9 * self.m + 0.1
+        return self.o(x) * (1 + self.m)
+
+
+class Centred(nn.Module):
+    """Looks at the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.o = nn.Linear(20, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.o(torch.tanh(h - h.mean(0)))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.o = nn.Linear(20, 20), nn.Linear(20, 20), nn.Linear(20, 3)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(torch.relu(self.b(torch.relu(self.a(x)))))
+
+
+class Choosing(nn.Module):
+    """Takes another way for other data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.o = nn.Linear(20, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(x) if x.mean() > 0 else self.o(2 * x)
+
+
+class Keeping(nn.Module):
+    """Keeps an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.o = nn.Linear(20, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = torch.tanh(self.a(x))
+        return self.o(self.last)
+
+
+class Masked(nn.Module):
+    """Constants that a float does not hold, and that are not finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.o = nn.Linear(20, 3)
+        self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+        self.register_buffer("big", torch.tensor([2**24 + 1, 2**40 + 1]))
+        self.register_buffer("third", torch.tensor(1 / 3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(x) + 0.0 * torch.softmax(self.mask, 1).sum()
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.utils.spectral_norm(nn.Linear(20, 8)), nn.ReLU(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("make", [InPlace, hooked, Reassigning, Centred, Tied, Choosing, Keeping, Masked, normed])
+def test_any_module_trains_as_it_does_client_by_client(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    module = make()
+    plain, auto = (fedagg.run(data=DATA, model=module, parts=PARTS, engine=engine, **FEW) for engine in ("sequential", "auto"))
+    assert not any(row.get("unchanged") for row in auto.history)
+    for (name, ours), theirs in zip(auto.model.state_dict().items(), plain.model.state_dict().values(), strict=True):
+        assert torch.allclose(ours.double(), theirs.double(), atol=1e-5), name
+    copy.deepcopy(auto.model)
+    if isinstance(auto.model, Masked):
+        assert torch.equal(auto.model.big, module.big)
+        assert torch.equal(auto.model.third, module.third)
+
+
+def test_a_module_that_cannot_be_batched_is_refused_by_name() -> None:
+    with pytest.raises(SettingError, match=r"engine = 'batched'.*choose auto or sequential"):
+        fedagg.run(data=DATA, model=Choosing(), parts=PARTS, engine="batched", **FEW)
+
+
+class Dropping(nn.Module):
+    """Draws from torch's own generator, in no layer that says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c, self.o = nn.Conv2d(1, 4, 3), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(functional.dropout(torch.relu(self.c(x)), 0.5, self.training).flatten(1))
+
+
+def test_what_a_module_draws_comes_from_the_seed() -> None:
+    torch.manual_seed(0)
+    module = Dropping()
+    before = torch.get_rng_state()
+    one, two = (fedagg.run(data=IMAGES, model=module, parts=PARTS, **FEW).history[-1]["loss"] for _ in range(2))
+    assert one == two
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_run_in_which_nobody_was_valid_says_so() -> None:
+    with pytest.warns(UserWarning, match=r"not one client was valid in any round \(not finite\)"):
+        fedagg.run(data=DATA, model=small(), parts=PARTS, **FEW | {"lr": 1e5, "epochs": 20})
+
+
+def test_nobody_to_personalise_for(tmp_path: Any) -> None:
+    body = nn.Sequential(nn.Linear(20, 8), nn.ReLU(), nn.Linear(8, 3))
+    result = fedagg.run(
+        data=DATA, model=body, parts=PARTS, **FEW | {"algorithm": "fedbabu", "dropout_rate": 1.0}, out=tmp_path / "run"
+    )
+    assert result.figures == {}
+    assert (tmp_path / "run" / "result.json").exists()
