@@ -20,7 +20,7 @@ FLAGS = [
 ]
 if CHROMIUM is None:
     pytest.skip("no Chromium here: install it (Debian: apt-get install chromium)", allow_module_level=True)
-api = pytest.importorskip("playwright.sync_api", reason="no playwright here: pip install 'fedagg[dev]'")
+api = pytest.importorskip("playwright.sync_api", reason="no playwright here: pip install -e '.[dev]'")
 
 
 @pytest.fixture(scope="module")
