@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fedagg
+from fedagg import engines
 from fedagg.config import Config
+from fedagg.engines.base import Local, Setting
+from fedagg.engines.batched import Batched
 from fedagg.errors import FedaggError, SettingError
 
 RNG = np.random.default_rng(0)
@@ -257,3 +260,12 @@ def test_nobody_to_personalise_for(tmp_path: Any) -> None:
     )
     assert result.figures == {}
     assert (tmp_path / "run" / "result.json").exists()
+
+
+def test_padding_stays_out_of_batch_statistics_where_a_module_draws() -> None:
+    """There the trial has nothing to compare, and the layers have to tell."""
+    module = nn.Sequential(nn.Linear(20, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Dropout(0.5), nn.Linear(8, 3))
+    setting = Setting(module, torch.from_numpy(X), torch.from_numpy(Y), 3, Local(epochs=1, batch_size=16), torch.device("cpu"))
+    engine = engines.build("batched", setting, Config(model="custom"))
+    assert isinstance(engine, Batched)
+    assert engine.whole

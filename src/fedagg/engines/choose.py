@@ -57,7 +57,7 @@ def pick(setting: Setting, wishes: Wishes) -> Engine:
     if setting.device.type == "cpu" and any(isinstance(m, nn.RNNBase) for m in module.modules()):
         return noted(Sequential(setting), "recurrent layers gain nothing from stacking")
     if setting.device.type == "cpu" and convolves(module):
-        if stacked.supported(setting) and (trial is None or trial.passed(stacked.StackedNetwork, padded=True)):
+        if written(setting, trial):
             return noted(Threaded(setting, cores, stacked.StackedNetwork), "no autograd; convolutions fill a core, not several")
         if cores > 1 and not (draws(module) if trial is None else trial.draws):
             return noted(Threaded(setting, cores), "convolutions fill a core, not several")
@@ -82,15 +82,21 @@ def together(setting: Setting, wishes: Wishes, trial: Trial | None) -> Engine | 
     is on trial must pass."""
     cuda = setting.device.type == "cuda"
     words = ", captured as a graph" if cuda else ""
-    if stacked.supported(setting) and (trial is None or trial.passed(stacked.StackedNetwork, padded=True)):
+    if written(setting, trial):
         form = "fused" if cuda and has_triton() else "loop"
         make = functools.partial(stacked.StackedNetwork, conv=form)
         words = "stacked layers, no autograd" + (f", {form} convolutions" if form == "fused" else "") + words
         return Batched(setting, make, wishes.chunk, words, capture=cuda, padding=True)
     if trial is not None and not trial.passed(VmappedNetwork, padded=False):
         return None
-    padding = None if trial is None else trial.passed(VmappedNetwork, padded=True)
+    # Where the network draws, the trial does not tell: then it is a matter of the layers it has.
+    padding = None if trial is None or trial.draws else trial.passed(VmappedNetwork, padded=True)
     return Batched(setting, VmappedNetwork, wishes.chunk, "vmap over clients" + words, capture=cuda, padding=padding)
+
+
+def written(setting: Setting, trial: Trial | None) -> bool:
+    """Is the network made of written-out layers, and of nothing else?"""
+    return stacked.supported(setting) and (trial is None or trial.passed(stacked.StackedNetwork, padded=True))
 
 
 def convolves(module: nn.Module) -> bool:
