@@ -28,6 +28,15 @@ PARTS = np.split(np.arange(200), [30, 75, 120])
 FEW: dict[str, Any] = {"algorithm": "fedavg", "rounds": 2, "participation": 1.0, "lr": 0.05, "batch_size": 16}
 
 
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.o = nn.Linear(20, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.o(x), x
+
+
 def small() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 8), nn.ReLU(), nn.Linear(8, 3))
 
@@ -43,7 +52,7 @@ def test_masks_name_the_samples_they_mark() -> None:
 
 
 @pytest.mark.parametrize(
-    "part", [[0.5, 1.0], [], [[0, 1]], [-1], [200], np.ones(199, dtype=bool), np.zeros(200, dtype=bool)], ids=str
+    "part", [[0.5, 1.0], [], [[0], [1, 2]], [[0, 1]], [-1], [200], np.ones(199, dtype=bool), np.zeros(200, dtype=bool)], ids=str
 )
 def test_parts_that_name_no_samples(part: Any) -> None:
     with pytest.raises(SettingError, match="parts = 'client 1': give at least one index from 0 to 199"):
@@ -67,6 +76,11 @@ def test_settings_that_contradict_what_is_given(said: dict[str, Any]) -> None:
         fedagg.run(data=DATA, parts=PARTS, **FEW, **said)
 
 
+def test_a_mask_of_numbers_is_not_taken_for_indices() -> None:
+    with pytest.raises(SettingError, match="parts = 'client 0': looks like a mask of numbers"):
+        fedagg.run(data=DATA, parts=[(np.arange(200) % 4 == k).astype(np.uint8) for k in range(4)], **FEW)
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -77,6 +91,14 @@ def test_settings_that_contradict_what_is_given(said: dict[str, Any]) -> None:
         ({"model": nn.Linear}, "model = 'Linear': give a torch module"),
         ({"data": (X, Y, X, Y)}, "data = 'tuple': give fedagg.Dataset"),
         ({"loss": nn.CrossEntropyLoss()}, r"loss = 'CrossEntropyLoss': must give one number a sample.*reduction='none'"),
+        ({"loss": lambda output, target: 1.0}, "does not take the model's output: 'float'"),
+        ({"loss": lambda output, target: functional.cross_entropy(output.detach(), target, reduction="none")}, "has no gradient"),
+        ({"model": Pair()}, r"must put out a row of numbers a sample, .*, and put out a tuple for 2 samples"),
+        ({"model": nn.Sequential(small(), nn.Unflatten(1, (3, 1)))}, r"put out \(2, 3, 1\) for 2 samples"),
+        ({"parts": (part for part in PARTS)}, "parts = 'generator': give a list"),
+        ({"parts": []}, "parts = 'list': give a list with the samples of every client, at least one"),
+        ({"config": {"rounds": 3}}, "config = 'dict': give a fedagg.Config"),
+        ({"norm": "batch"}, "norm = 'batch': is for networks that are named"),
         ({"loss": functional.mse_loss}, "loss = 'mse_loss': does not take the model's output"),
         ({"data": fedagg.Dataset((X * 9).astype(np.int64), Y, (X * 9).astype(np.int64), Y)}, "in int64"),
     ],
@@ -95,6 +117,12 @@ def test_batch_normalisation_and_a_batch_of_one() -> None:
     assert len(fedagg.run(data=DATA, model=normed, parts=parts, **FEW | {"batch_size": 15}).history) == 2
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_module_is_refused() -> None:
+    with pytest.raises(SettingError, match="is scripted"):
+        fedagg.run(data=DATA, model=torch.jit.script(small()), parts=PARTS, **FEW)
+
+
 def test_threads_are_put_back() -> None:
     before = torch.get_num_threads()
     fedagg.run(data=DATA, **FEW, threads=before + 1)
@@ -109,10 +137,19 @@ def test_resuming_wants_the_same_parts_module_and_loss(tmp_path: Any) -> None:
     moved = np.split(np.arange(200), [40, 75, 120])
     tanh = nn.Sequential(nn.Linear(20, 8), nn.Tanh(), nn.Linear(8, 3))
     half = lambda output, target: functional.cross_entropy(output, target, reduction="none") / 2  # noqa: E731
-    for other in ({"parts": moved}, {"model": tanh}, {"loss": half}):
+    for other in ({"parts": moved}, {"model": tanh}, {"loss": half}, {"model": frozen()}):
         with pytest.raises(FedaggError):
             train(resume=tmp_path / "run", **other)
     assert len(train(resume=tmp_path / "run").history) == 2
+    train(out=tmp_path / "body", model=frozen())
+    with pytest.raises(FedaggError, match="model is not what the run began with"):
+        train(resume=tmp_path / "body", model=frozen(1.0))
+
+
+def frozen(shift: float = 0.0) -> nn.Module:
+    module = small()
+    nn.init.constant_(module[0].weight.requires_grad_(False), 0.1 + shift)
+    return module
 
 
 class InPlace(nn.Module):
@@ -205,11 +242,61 @@ class Masked(nn.Module):
         return self.o(x) + 0.0 * torch.softmax(self.mask, 1).sum()
 
 
+class Counting(nn.Module):
+    """Counts its steps, which those who stand still do not make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.o = nn.Linear(20, 3)
+        self.register_buffer("n", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.n += 1
+        return self.o(x) / (1 + 0.1 * self.n)
+
+
+class Slow(nn.Module):
+    """Remembers a little of every batch, padding included if there were any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.o = nn.Linear(20, 3)
+        self.register_buffer("m", torch.full((20,), 3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.m.mul_(0.99).add_(0.01 * x.detach().mean(0))
+        return self.o(x - self.m)
+
+
+class Noisy(nn.Module):
+    """Draws (nothing that shows), and looks at the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.o = nn.Linear(20, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(x - x.mean(0) + 0.0 * torch.randn_like(x))
+
+
+def twice() -> nn.Module:
+    same = nn.Linear(20, 20)
+    return nn.Sequential(same, nn.ReLU(), same, nn.GELU(), nn.Linear(20, 3))
+
+
+def unkept() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 3))
+
+
 def normed() -> nn.Module:
     return nn.Sequential(nn.utils.spectral_norm(nn.Linear(20, 8)), nn.ReLU(), nn.Linear(8, 3))
 
 
-@pytest.mark.parametrize("make", [InPlace, hooked, Reassigning, Centred, Tied, Choosing, Keeping, Masked, normed])
+@pytest.mark.parametrize(
+    "make", [InPlace, hooked, Reassigning, Centred, Tied, Choosing, Keeping, Masked, Counting, Slow, Noisy, twice, unkept, normed]
+)
 def test_any_module_trains_as_it_does_client_by_client(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     module = make()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from fedagg import data as sets
@@ -33,6 +33,8 @@ def given(data: Dataset | None, model: nn.Module | None, parts: Sequence[Any] | 
             )
         known["model"] = "custom"
     if parts is not None:
+        if not isinstance(parts, Sequence | np.ndarray | Tensor) or len(parts) == 0:
+            raise SettingError("parts", type(parts).__name__, "give a list with the samples of every client, at least one")
         known |= {"partition": "custom", "clients": len(parts)}
     return known
 
@@ -42,8 +44,13 @@ def agreed(config: Config | None, given: dict[str, Any], preset: str | None, set
     for name, value in given.items():
         if settings.get(name) not in (None, value):
             raise SettingError(name, settings[name], f"what was given from Python is {value!r}; leave the setting out")
+    for name in ("norm", "dropout"):
+        if "model" in given and settings.get(name) is not None:
+            raise SettingError(name, settings[name], "is for networks that are named; a module of yours has its own")
     if config is None:
         return resolve({**given, **settings}, preset=preset)
+    if not isinstance(config, Config):
+        raise SettingError("config", type(config).__name__, "give a fedagg.Config, or settings as keywords")
     if preset is not None:
         raise SettingError("preset", preset, "a configuration is complete as it is: give one of the two")
     changes = {**given, **{name: value for name, value in settings.items() if value is not None}}
@@ -54,52 +61,66 @@ def indices(parts: Sequence[Any], data: Dataset) -> Sequence[Any]:
     """Indices of every client's samples; masks are taken for what they mark."""
     checked = []
     for client, part in enumerate(parts):
-        rows = np.asarray(part)
+        try:
+            rows = np.asarray(part)
+        except (ValueError, RuntimeError, TypeError):  # ragged, on another device, part of a graph
+            rows = np.zeros(0)
         if rows.dtype == bool and rows.shape == (len(data),):
             rows = np.flatnonzero(rows)
         whole = np.issubdtype(rows.dtype, np.integer) and rows.ndim == 1 and len(rows) > 0
         if not whole or rows.min() < 0 or rows.max() >= len(data):
             words = f"give at least one index from 0 to {len(data) - 1}, whole numbers, or a mask of {len(data)}"
             raise SettingError("parts", f"client {client}", words)
+        if len(rows) == len(data) > 2 and rows.max() <= 1:
+            raise SettingError("parts", f"client {client}", "looks like a mask of numbers: give it as booleans")
         checked.append(rows)
     return checked
 
 
 def try_out(config: Config, module: nn.Module, loss: Loss, data: Dataset, parts: Sequence[Any]) -> None:
     """The first mini-batch of all: what does not fit together is said here, in one line, and not by whoever meets it first."""
+
+    def wrong(words: str, error: Exception | None = None) -> SettingError:
+        return SettingError("model", config.model, words + (f": {str(error).strip().splitlines()[0]}" if error else ""))
+
     if any(isinstance(p, UninitializedParameter | UninitializedBuffer) for p in (*module.parameters(), *module.buffers())):
-        raise SettingError("model", config.model, "has layers that do not know their sizes yet: run a batch through it first")
+        raise wrong("has layers that do not know their sizes yet: run a batch through it first")
+    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+        raise wrong("is scripted; give the module that it was made from")
     x, y = data.x_train[:2], data.y_train[:2]
     probe = copy.deepcopy(module).train()
     with seeding.seeded_global(0, torch.device("cpu")):
         try:
             output = probe(x)
         except Exception as error:  # whatever layers say to what they cannot take
-            words = (
-                f"does not take samples of shape {tuple(data.shape)} in {str(x.dtype)[6:]}: {str(error).strip().splitlines()[0]}"
-            )
-            raise SettingError("model", config.model, words) from None
-        if loss is cross_entropy and output.dim() == 2 and output.shape[1] < data.classes:
-            words = f"puts out {output.shape[1]} numbers a sample; labels from 0 to {data.classes - 1} need {data.classes}"
-            raise SettingError("model", config.model, words)
-        try:
-            losses = loss(output, y)
-        except Exception as error:  # likewise
-            raise SettingError(
-                "loss", name_of(loss), f"does not take the model's output: {str(error).strip().splitlines()[0]}"
-            ) from None
-        if losses.shape != y.shape[:1]:
-            words = f"must give one number a sample, and gave shape {tuple(losses.shape)} for {len(y)} (in torch: reduction='none')"
-            raise SettingError("loss", name_of(loss), words)
+            raise wrong(f"does not take samples of shape {tuple(data.shape)} in {str(x.dtype)[6:]}", error) from None
+        if not isinstance(output, Tensor) or output.dim() != 2 or len(output) != len(x):
+            form = tuple(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__}"
+            raise wrong(f"must put out a row of numbers a sample, a number a class, and put out {form} for {len(x)} samples")
+        if loss is cross_entropy and output.shape[1] < data.classes:
+            raise wrong(f"puts out {output.shape[1]} numbers a sample; labels from 0 to {data.classes - 1} need {data.classes}")
+        check_loss(loss, output, y)
         try:
             probe(x[:1])
         except ValueError:  # batch normalisation has nothing to take the deviation of
             for client, part in enumerate(parts):
                 if len(part) % config.batch_size == 1 or config.batch_size == 1:
-                    words = (
-                        f"leaves client {client} with a batch of one, and the model's batch normalisation needs two; choose another"
-                    )
+                    words = f"leaves client {client} with a batch of one; the model's batch normalisation needs two: choose another"
                     raise SettingError("batch_size", config.batch_size, words) from None
+
+
+def check_loss(loss: Loss, output: Tensor, y: Tensor) -> None:
+    try:
+        losses = loss(output, y)
+        shape = tuple(losses.shape)
+    except Exception as error:  # whatever it says to what it cannot take
+        words = f"does not take the model's output: {str(error).strip().splitlines()[0]}"
+        raise SettingError("loss", name_of(loss), words) from None
+    if shape != (len(y),):
+        words = f"must give one number a sample, and gave shape {shape} for {len(y)} (in torch: reduction='none')"
+        raise SettingError("loss", name_of(loss), words)
+    if not losses.requires_grad:
+        raise SettingError("loss", name_of(loss), "has no gradient: neither it nor the model may detach what it puts out")
 
 
 def name_of(loss: Loss) -> str:

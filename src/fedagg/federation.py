@@ -420,7 +420,8 @@ def fingerprint(config: Config, data: Dataset, parts: Sequence[Any], module: nn.
         return total.hexdigest()
 
     layout = Layout(module)
-    form = [layout.parameters, [(name, shape) for name, shape, _ in layout.buffers]]
+    form: list[Any] = [layout.parameters, [(name, shape) for name, shape, _ in layout.buffers]]
+    form += [p.detach().cpu().numpy() for p in module.parameters() if not p.requires_grad]  # a checkpoint does not hold these
     known = {"model": digest(form if config.model != "custom" else [*form, repr(module)]), "loss": checks.name_of(loss)}
     if config.dataset == "custom":
         samples = [data.x_train.numpy(), data.y_train.numpy(), data.x_test.numpy(), data.y_test.numpy()]

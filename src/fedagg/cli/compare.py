@@ -40,7 +40,8 @@ def compare(
     names = [name.strip() for name in algorithms.split(",") if name.strip()]
     if not names:
         raise SettingError("algorithms", algorithms, "name at least one method, e.g. fedagg,fedavg")
-    configs = [resolve({**settings, "algorithm": name}, config, preset) for name in dict.fromkeys(names)]
+    named = [resolve({**settings, "algorithm": name}, config, preset) for name in names]
+    configs = list({chosen.method: chosen for chosen in named}.values())
     folder = out_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-compare"
     for chosen in configs:
         same(folder, chosen)

@@ -32,10 +32,11 @@ def plot(
 ) -> int:
     """Draw figures of the paper from a results folder, or the curves of runs, as PNG, SVG and PDF."""
     endings = words(form) or []
-    for ending in endings:
+    for ending in endings or [""]:
         if ending not in plots.FORMATS:
             raise unknown("format", ending, plots.FORMATS)
-    given = [name for name in grid.names() if name.startswith("fig-")] if what == ["all"] else what
+    all_figures = [name for name in grid.names() if name.startswith("fig-")]
+    given = list(dict.fromkeys(name for word in what for name in (all_figures if word == "all" else [word])))
     found = {name: folders(name) for name in given}
     specs = {
         name: grid.narrow(

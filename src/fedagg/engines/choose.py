@@ -89,8 +89,7 @@ def together(setting: Setting, wishes: Wishes, trial: Trial | None) -> Engine | 
         return Batched(setting, make, wishes.chunk, words, capture=cuda, padding=True)
     if trial is not None and not trial.passed(VmappedNetwork, padded=False):
         return None
-    # Where the network draws, the trial does not tell: then it is a matter of the layers it has.
-    padding = None if trial is None or trial.draws else trial.passed(VmappedNetwork, padded=True)
+    padding = None if trial is None else trial.passed(VmappedNetwork, padded=True)
     return Batched(setting, VmappedNetwork, wishes.chunk, "vmap over clients" + words, capture=cuda, padding=padding)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 from torch.func import functional_call, grad_and_value, vmap
@@ -18,7 +20,7 @@ class VmappedNetwork:
         layout, device = setting.layout, setting.device
         self.w, self.g = torch.zeros(n, layout.d, device=device), torch.zeros(n, layout.d, device=device)
         self.buffers = torch.zeros(n, layout.b, device=device)
-        self.module = setting.module.to(device).train()
+        self.module = copy.deepcopy(setting.module).to(device).train()  # its tensors are swapped for others while it runs
         shapes = dict(layout.parameters)
         self.weights = {name: view.view(n, *shapes[name]) for name, view in layout.weights(self.w)}
         self.grads = {name: view.view(n, *shapes[name]) for name, view in layout.weights(self.g)}
@@ -40,5 +42,6 @@ class VmappedNetwork:
         for name, value in grads.items():
             self.grads[name].copy_(value)
         if after:
-            torch.cat([value.reshape(n, -1).to(self.buffers.dtype) for value in after.values()], 1, out=self.buffers)
+            new = torch.cat([value.reshape(n, -1).to(self.buffers.dtype) for value in after.values()], 1)
+            self.buffers.copy_(torch.where(scale[:, :1] > 0, new, self.buffers))  # who stands still has seen nothing
         return loss.detach()  # type: ignore[no-any-return]
