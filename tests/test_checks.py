@@ -28,6 +28,19 @@ PARTS = np.split(np.arange(200), [30, 75, 120])
 FEW: dict[str, Any] = {"algorithm": "fedavg", "rounds": 2, "participation": 1.0, "lr": 0.05, "batch_size": 16}
 
 
+class Refusing(nn.Module):
+    """Takes no batch of fewer than so many, and does not say why."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.o, self.least = nn.Linear(20, 3), least
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) < self.least:
+            raise RuntimeError
+        return self.o(x)
+
+
 class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -93,6 +106,8 @@ def test_a_mask_of_numbers_is_not_taken_for_indices() -> None:
         ({"loss": nn.CrossEntropyLoss()}, r"loss = 'CrossEntropyLoss': must give one number a sample.*reduction='none'"),
         ({"loss": lambda output, target: 1.0}, "does not take the model's output: 'float'"),
         ({"loss": lambda output, target: functional.cross_entropy(output.detach(), target, reduction="none")}, "has no gradient"),
+        ({"model": Refusing(9)}, "does not take samples of shape .* in float32: RuntimeError"),
+        ({"model": Refusing(2), "parts": [np.arange(20), np.arange(17)]}, "batch_size = 16: leaves client 1 with a batch of one"),
         ({"model": Pair()}, r"must put out a row of numbers a sample, .*, and put out a tuple for 2 samples"),
         ({"model": nn.Sequential(small(), nn.Unflatten(1, (3, 1)))}, r"put out \(2, 3, 1\) for 2 samples"),
         ({"parts": (part for part in PARTS)}, "parts = 'generator': give a list"),

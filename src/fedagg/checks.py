@@ -16,7 +16,7 @@ from fedagg import seeding
 from fedagg.config import Config, resolve
 from fedagg.data import Dataset
 from fedagg.engines.base import Loss, cross_entropy
-from fedagg.errors import SettingError
+from fedagg.errors import SettingError, first_line
 
 
 def given(data: Dataset | None, model: nn.Module | None, parts: Sequence[Any] | None) -> dict[str, Any]:
@@ -77,19 +77,19 @@ def indices(parts: Sequence[Any], data: Dataset) -> Sequence[Any]:
     return checked
 
 
-def try_out(config: Config, module: nn.Module, loss: Loss, data: Dataset, parts: Sequence[Any]) -> None:
+def try_out(config: Config, module: nn.Module, loss: Loss, data: Dataset, parts: Sequence[Any], device: torch.device) -> None:
     """The first mini-batch of all: what does not fit together is said here, in one line, and not by whoever meets it first."""
 
     def wrong(words: str, error: Exception | None = None) -> SettingError:
-        return SettingError("model", config.model, words + (f": {str(error).strip().splitlines()[0]}" if error else ""))
+        return SettingError("model", config.model, words + (f": {first_line(error)}" if error else ""))
 
     if any(isinstance(p, UninitializedParameter | UninitializedBuffer) for p in (*module.parameters(), *module.buffers())):
         raise wrong("has layers that do not know their sizes yet: run a batch through it first")
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
         raise wrong("is scripted; give the module that it was made from")
-    x, y = data.x_train[:2], data.y_train[:2]
-    probe = copy.deepcopy(module).train()
-    with seeding.seeded_global(0, torch.device("cpu")):
+    x, y = data.x_train[:2].to(device), data.y_train[:2].to(device)
+    probe = copy.deepcopy(module).to(device).train()
+    with seeding.seeded_global(0, device):
         try:
             output = probe(x)
         except Exception as error:  # whatever layers say to what they cannot take
@@ -102,10 +102,10 @@ def try_out(config: Config, module: nn.Module, loss: Loss, data: Dataset, parts:
         check_loss(loss, output, y)
         try:
             probe(x[:1])
-        except ValueError:  # batch normalisation has nothing to take the deviation of
+        except Exception:  # one alone: batch normalisation has nothing to take the deviation of
             for client, part in enumerate(parts):
                 if len(part) % config.batch_size == 1 or config.batch_size == 1:
-                    words = f"leaves client {client} with a batch of one; the model's batch normalisation needs two: choose another"
+                    words = f"leaves client {client} with a batch of one, which the model does not take; choose another"
                     raise SettingError("batch_size", config.batch_size, words) from None
 
 
@@ -114,7 +114,7 @@ def check_loss(loss: Loss, output: Tensor, y: Tensor) -> None:
         losses = loss(output, y)
         shape = tuple(losses.shape)
     except Exception as error:  # whatever it says to what it cannot take
-        words = f"does not take the model's output: {str(error).strip().splitlines()[0]}"
+        words = f"does not take the model's output: {first_line(error)}"
         raise SettingError("loss", name_of(loss), words) from None
     if shape != (len(y),):
         words = f"must give one number a sample, and gave shape {shape} for {len(y)} (in torch: reduction='none')"

@@ -35,6 +35,11 @@ class FedaggWarning(UserWarning):
     """Something the user should know, and nothing has to be done about. The command line prints it as one line."""
 
 
+def first_line(error: Exception) -> str:
+    """What somebody else's error says, for a line of ours: an error may be long, and may say nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def unknown(setting: str, value: object, known: Iterable[str], elsewhere: Mapping[str, str] | None = None) -> SettingError:
     """The error for a name that does not exist, with the nearest one that does; `elsewhere` has what others call it."""
     names = sorted(known)

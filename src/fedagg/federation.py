@@ -152,7 +152,7 @@ def run(
         raise SettingError("augment", config.augment, f"needs images; samples of {data.name} have the shape {data.shape}")
     parts = checks.indices(parts, data) if parts is not None else deal(config, data)
     module = copy.deepcopy(model) if model is not None else build_model(config, data)
-    checks.try_out(config, module, loss, data, parts)
+    checks.try_out(config, module, loss, data, parts, device)
     layout, finished = Layout(module), copy.deepcopy(module)
     if layout.d == 0:
         raise SettingError("model", config.model, "has no trainable parameters")

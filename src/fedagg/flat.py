@@ -89,6 +89,7 @@ class Layout:
         """Write a vector (b,) into a module's buffers."""
         for name, value in self.statistics(vector):
             here = buffers[name]
+            value = value.to(here.device)
             here.copy_(torch.where(here.float() == value.float(), here, value))
 
 

@@ -177,9 +177,8 @@ class Batched:
     chunk: int = 0
     note: str = "clients in one batch"
     capture: bool = False
-    padding: bool | None = (
-        None  # may clients of different sizes be padded to train together? None: unless there are batch statistics
-    )
+    # May clients of different sizes be padded to train together? None: unless there are batch statistics.
+    padding: bool | None = None
     stages: dict[Shape, Stage] = field(default_factory=dict)
     most: int = 0  # clients that fit into memory; measured when first asked for
 

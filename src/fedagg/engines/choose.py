@@ -53,9 +53,9 @@ def build(name: str, setting: Setting, wishes: Wishes) -> Engine:
 def pick(setting: Setting, wishes: Wishes) -> Engine:
     """`auto`: what was fastest where it was measured (see the page on engines)."""
     cores, module = wishes.threads or os.cpu_count() or 1, setting.module
-    trial = Trial(setting) if wishes.model == "custom" else None
     if setting.device.type == "cpu" and any(isinstance(m, nn.RNNBase) for m in module.modules()):
         return noted(Sequential(setting), "recurrent layers gain nothing from stacking")
+    trial = Trial(setting) if wishes.model == "custom" else None
     if setting.device.type == "cpu" and convolves(module):
         if written(setting, trial):
             return noted(Threaded(setting, cores, stacked.StackedNetwork), "no autograd; convolutions fill a core, not several")

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedagg import seeding
 from fedagg.engines.base import Setting
 from fedagg.engines.batched import Network, seeded
-from fedagg.errors import SettingError
+from fedagg.errors import SettingError, first_line
 from fedagg.flat import Model, Workspace
 
 MOST = 8  # samples
@@ -54,7 +54,7 @@ class Trial:
         except (RuntimeError, TypeError, ValueError) as error:
             if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
                 raise
-            words = f"does not get through its first step: {str(error).strip().splitlines()[0]}"
+            words = f"does not get through its first step: {first_line(error)}"
         raise SettingError("model", type(self.setting.module).__name__, words)
 
     def plain(self, count: int, model: Model) -> list[Tensor]:
