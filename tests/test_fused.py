@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from fedagg.engines.base import Local, Setting
 from fedagg.engines.conv import Loop, make_convolution
 from fedagg.engines.fused import FusedConvolution, FusedNorm, FusedPool, WindowPool, fuse, fused_step
-from fedagg.engines.stacked import BatchNorm, Layer, MaxPool, Place, ReLU, StackedNetwork
+from fedagg.engines.stacked import BatchNorm, Concatenate, Layer, MaxPool, Place, ReLU, StackedNetwork
 from test_engines import branched
 
 
@@ -226,3 +226,51 @@ def test_a_network_with_branches_makes_the_same_gradients() -> None:
         made.append((loss, network.g, network.buffers))
     for plain, ours in zip(*made, strict=True):
         assert close(ours, plain)
+
+
+class Dense(nn.Module):
+    """Channels beside channels: two concatenations that grow in one piece of memory, a third whose gradient an addition shares
+    with another branch, and one whose parts come straight from normalisations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(c) for c in (16, 24, 32, 32))
+        self.convs = nn.ModuleList(nn.Conv2d(c, 8, 3, padding=1) for c in (16, 24, 32))
+        self.other = nn.Conv2d(32, 40, 1)
+        self.sides = nn.ModuleList(nn.Sequential(nn.Conv2d(40, 6, 1), nn.BatchNorm2d(6), nn.ReLU()) for _ in range(2))
+        self.relu, self.pool, self.mean, self.head = nn.ReLU(), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(1), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = torch.cat([x, self.convs[0](self.relu(self.norms[0](x)))], 1)
+        x = torch.cat([x, self.convs[1](self.relu(self.norms[1](x)))], 1)
+        wide = torch.cat([x, self.convs[2](self.relu(self.norms[2](x)))], 1)
+        x = self.pool(wide + self.other(self.norms[3](x)))
+        return self.head(torch.flatten(self.mean(torch.cat([side(x) for side in self.sides], 1)), 1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_channels_that_grow_in_one_piece_of_memory(dtype: torch.dtype) -> None:
+    n, batch = 2, 4
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        module = Dense()
+    x, y = random(n * batch, 3, 6, 6, seed=1), torch.arange(n * batch) % 5
+    setting = Setting(module, x, y, 5, Local(epochs=1, batch_size=batch), torch.device("cpu"))
+    scale = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.5, 0.5, 0.0, 0.0]])
+    made = []
+    for form in ("loop", "fused"):
+        setting.half = form == "fused" and dtype == torch.float16
+        network = StackedNetwork(setting, n, conv=form)
+        if form == "fused":
+            joints = [type(place.layer).__name__ for place in network.places if isinstance(place.layer, Concatenate)]
+            assert joints == ["Grow", "Grow", "Concatenate", "Beside"]
+            network.dtype = dtype
+        network.w.copy_(torch.cat([p.detach().flatten() for p in module.parameters()]).expand(n, -1))
+        network.w.add_(random(*network.w.shape, seed=3), alpha=0.05)
+        for _ in range(2):  # what is kept from one step must not be seen by the next
+            loss = network.gradient(x, y, scale)
+        made.append((loss, network.g, network.buffers))
+    for plain, ours in zip(*made, strict=True):
+        assert close(ours, plain, 1e-5 if dtype == torch.float32 else 2e-2)

@@ -78,6 +78,11 @@ class Pointwise:
         dx = torch.bmm(self.rows(dy), w.flatten(2).to(dy.dtype))
         return spread(self.images(dx, len(dy), *dy.shape[2:]), self.stride, x.shape[2], x.shape[3])
 
+    def add_input_gradient(self, onto: Tensor, dy: Tensor, w: Tensor) -> Tensor:
+        onto = channels_last(onto)
+        onto.permute(0, 2, 3, 1).view(self.n, -1, onto.shape[1]).baddbmm_(self.rows(dy), w.flatten(2).to(dy.dtype))
+        return onto
+
     def weight_gradient(self, x: Tensor, dy: Tensor, dw: Tensor, db: Tensor | None) -> None:
         rows = self.rows(dy)
         if db is not None:

@@ -9,14 +9,15 @@ matrix product), so no patch is ever written to memory. Sums are made in a fixed
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 import triton
 from torch import Tensor
 
 from fedagg.engines import kernels
-from fedagg.engines.stacked import BatchNorm, MaxPool, Place, ReLU, users
+from fedagg.engines.stacked import BatchNorm, Concatenate, MaxPool, Place, ReLU, packed, users
 
 WIDEST = 11  # window: its pixels are numbered in a byte
 
@@ -52,6 +53,7 @@ def fuse(places: list[Place]) -> None:
                 below.layer.then = 2
                 merge(places, source, below)
                 count[below] = count[source]
+    grow(places)
     for place in places:
         if isinstance(place.layer, MaxPool) and place.layer.square and place.layer.options[0][0] <= WIDEST:
             place.layer = WindowPool(place.layer)
@@ -62,6 +64,37 @@ def merge(places: list[Place], place: Place, into: Place) -> None:
     places.remove(place)
     for other in places:
         other.sources = [into if source is place else source for source in other.sources]
+
+
+def normalises(place: Place | None) -> bool:
+    """Is it one that can read and write some channels of more?"""
+    return place is not None and isinstance(place.layer, FusedNorm) and place.layer.then < 2
+
+
+def grow(places: list[Place]) -> None:
+    """Where channels are put beside those that are there already, again and again, all can stand in one piece of memory from the
+    start, if nobody but normalisations looks at them."""
+    readers = {place: [other for other in places if place in other.sources] for place in places}
+    count = users(places)
+    wholes: dict[Place, Whole] = {}
+    for place in places:
+        before = place.sources[0]
+        norms = [reader.layer for reader in readers[place] if normalises(reader)]
+        others = [reader for reader in readers[place] if not normalises(reader)]
+        next_one = [o for o in others if isinstance(o.layer, Concatenate) and o.sources.index(place) == 0 and len(o.sources) > 1]
+        if isinstance(place.layer, Concatenate) and norms and len(others) <= 1 and others == next_one:
+            whole = wholes[place] = wholes[before] if before is not None and before in wholes else Whole()
+            whole.places.append(place)
+            whole.width = cast(FusedNorm, norms[0]).w.shape[1]
+    for place, whole in wholes.items():
+        if len(whole.places) > 1:
+            place.layer = Grow(whole, first=place is whole.places[0])
+    for place in places:
+        if type(place.layer) is Concatenate and all(normalises(source) and count[source] == 1 for source in place.sources):
+            place.layer = Beside([cast(FusedNorm, source.layer) for source in place.sources if source is not None])
+        if isinstance(place.layer, Concatenate):
+            inner = isinstance(place.layer, Grow) and not place.layer.first
+            place.layer.slices = [normalises(source) or (inner and source is place.sources[0]) for source in place.sources]
 
 
 class FusedConvolution:
@@ -79,7 +112,7 @@ class FusedConvolution:
         n, outputs, k, _, channels = w.shape
         images, _, height, width = x.shape
         ho, wo = sides
-        x = x.contiguous(memory_format=torch.channels_last)
+        x = packed(x)
         y = torch.empty(images, outputs, ho, wo, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
         m = images // n * ho * wo
         tile = self.tile(outputs, k * k * channels, x.element_size())
@@ -151,7 +184,7 @@ def turned(w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def unrolled(x: Tensor, k: int, padding: int, width: int, stride: int = 1, sums: Tensor | None = None) -> Tensor:
     """x (images, C, H, W) in channels-last memory as (images, C, k, stride, rows, width), see `kernels.unroll`. `sums` (n, C) gets
     the sum over every client's images."""
-    x = x.contiguous(memory_format=torch.channels_last)
+    x = packed(x)
     images, channels, height, across = x.shape
     rows = -(-(height + 2 * padding) // stride)
     y = torch.empty(images, channels, k, stride, rows, width, device=x.device, dtype=x.dtype)
@@ -167,11 +200,62 @@ def unrolled(x: Tensor, k: int, padding: int, width: int, stride: int = 1, sums:
     return y
 
 
+@dataclass
+class Whole:
+    """Memory for the channels of several concatenations, each of which adds to the one before."""
+
+    places: list[Place] = field(default_factory=list)
+    width: int = 0
+    memory: Tensor | None = None
+
+
+class Grow(Concatenate):
+    """One of several concatenations in one piece of memory: only what is new is written. On the way back the gradient of all their
+    channels stands in one piece, too, and every reader adds to its share."""
+
+    keeps = True
+
+    def __init__(self, whole: Whole, first: bool) -> None:
+        self.whole, self.first = whole, first
+
+    def forward(self, *parts: Tensor) -> Tensor:
+        self.channels = [part.shape[1] for part in parts]
+        if self.first or self.whole.memory is None:
+            images, _, *sides = parts[0].shape
+            self.whole.memory = parts[0].new_empty(images, *sides, self.whole.width).permute(0, 3, 1, 2)
+        at = 0 if self.first else self.channels[0]
+        for part in parts if self.first else parts[1:]:
+            self.whole.memory[:, at : at + part.shape[1]] = part
+            at += part.shape[1]
+        return self.whole.memory[:, :at]
+
+
+class Beside(Concatenate):
+    """What normalisations put out, side by side: they write it there themselves."""
+
+    def __init__(self, norms: list[FusedNorm]) -> None:
+        self.channels = [norm.w.shape[1] for norm in norms]
+        for number, norm in enumerate(norms):
+            norm.beside = self, sum(self.channels[:number])
+        self.memory: Tensor | None = None
+
+    def room(self, x: Tensor) -> Tensor:
+        """Memory for all, made for the first that asks."""
+        if self.memory is None:
+            images, _, *sides = x.shape
+            self.memory = x.new_empty(images, *sides, sum(self.channels)).permute(0, 3, 1, 2)
+        return self.memory
+
+    def forward(self, *parts: Tensor) -> Tensor:
+        whole, self.memory = self.room(parts[0]), None
+        return whole
+
+
 class FusedPool:
     """ReLU and 2×2 max pooling in one pass each way; the pool's window numbers are all that is kept."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.contiguous(memory_format=torch.channels_last)
+        x = packed(x)
         self.shape = x.shape
         y, self.where = pooled(x, None, 1)
         return y
@@ -179,12 +263,11 @@ class FusedPool:
     def backward(self, dy: Tensor, need: bool) -> Tensor:
         if not need:
             return dy
-        _images, channels, height, width = self.shape
-        dy = dy.contiguous(memory_format=torch.channels_last)
+        images, channels, height, width = self.shape
         dx = torch.empty(self.shape, device=dy.device, dtype=dy.dtype, memory_format=torch.channels_last)
-        kernels.unpool[(triton.cdiv(dx.numel(), 1024),)](
-            dy, self.where, dx, dx.numel(), height, width, height // 2, width // 2, channels, BLOCK=1024
-        )
+        m = images * height * width
+        grid, tile = across(m, channels)
+        kernels.unpool[grid](packed(dy), self.where, dx, m, height, width, height // 2, width // 2, channels, **tile)
         return dx
 
 
@@ -195,39 +278,60 @@ def pooled(x: Tensor, kept: Tensor | None, n: int) -> tuple[Tensor, Tensor]:
     y = torch.empty(images, channels, ho, wo, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
     where = torch.empty(y.numel(), dtype=torch.int8, device=x.device)
     p, q = (kept[2], kept[3]) if kept is not None else (x, x)
-    grid = (triton.cdiv(y.numel(), 1024),)
-    kernels.pool[grid](x, y, where, p, q, y.numel(), height, width, ho, wo, channels, images // n,
-                       NORM=kept is not None, BLOCK=1024)  # fmt: skip
+    m = images * ho * wo
+    grid, tile = across(m, channels)
+    kernels.pool[grid](x, y, where, p, q, m, height, width, ho, wo, channels, images // n, NORM=kept is not None, **tile)
     return y, where
+
+
+def across(pixels: int, channels: int) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Blocks of so many pixels and channels: channels innermost, as they lie in memory, to be moved many at a time."""
+    wide = block(channels, 64)
+    tile: dict[str, Any] = {"BM": 2048 // wide, "BC": wide}
+    return (triton.cdiv(pixels, tile["BM"]), triton.cdiv(channels, wide)), tile
+
+
+def laid(x: Tensor) -> tuple[Tensor, int]:
+    """x (images, C, H, W) in channels-last memory, perhaps some channels of more, and how many numbers its pixels are apart."""
+    _, channels, height, width = x.shape
+    apart = x.stride(0) // (height * width)
+    if apart > channels and x.stride() == (height * width * apart, 1, width * apart, apart):
+        return x, apart
+    return packed(x), channels
 
 
 class WindowPool(MaxPool):
     """Max pooling over windows that may overlap, with a gradient that is the same bits every time."""
+
+    adds = True
 
     def __init__(self, pool: MaxPool) -> None:
         self.__dict__.update(vars(pool))
         (self.k, _), (self.stride, _), (self.padding, _), _ = self.options
 
     def forward(self, x: Tensor) -> Tensor:
-        self.x = x = x.contiguous(memory_format=torch.channels_last)
+        self.x = x = packed(x)
         images, channels, *sides = x.shape
         high, wide = ((side + 2 * self.padding - self.k) // self.stride + 1 for side in sides)
         y = torch.empty(images, channels, high, wide, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
         self.where = torch.empty(y.numel(), dtype=torch.int8, device=x.device)
-        kernels.pool_windows[(triton.cdiv(y.numel(), 1024),)](
-            x, y, self.where, y.numel(), *sides, high, wide, channels, self.padding, K=self.k, STRIDE=self.stride, BLOCK=1024
+        m = images * high * wide
+        grid, tile = across(m, channels)
+        kernels.pool_windows[grid](
+            x, y, self.where, m, *sides, high, wide, channels, self.padding, K=self.k, STRIDE=self.stride, **tile
         )
         return y
 
-    def backward(self, dy: Tensor, need: bool) -> Tensor:
+    def backward(self, dy: Tensor, need: bool, onto: Tensor | None = None) -> Tensor:
         if not need:
             return dy
-        dy = dy.contiguous(memory_format=torch.channels_last)
-        dx = self.x if self.spare else torch.empty_like(self.x)
-        _images, channels, height, width = dx.shape
-        kernels.unpool_windows[(triton.cdiv(dx.numel(), 1024),)](
-            dy, self.where, dx, dx.numel(), height, width, *dy.shape[2:], channels, self.padding,
-            K=self.k, STRIDE=self.stride, BLOCK=1024,
+        dx = packed(onto) if onto is not None else self.x if self.spare else torch.empty_like(self.x)
+        images, channels, height, width = dx.shape
+        m = images * height * width
+        grid, tile = across(m, channels)
+        kernels.unpool_windows[grid](
+            packed(dy), self.where, dx, m, height, width, *dy.shape[2:], channels, self.padding,
+            K=self.k, STRIDE=self.stride, ADD=onto is not None, **tile,
         )  # fmt: skip
         return dx
 
@@ -236,53 +340,64 @@ class FusedNorm(BatchNorm):
     """Batch normalisation of n clients with what follows it, a ReLU or a ReLU and 2×2 pooling: two passes over the images forward,
     two back. What the ReLU and the pool need to go back is made again from the layer's input."""
 
+    adds = True
+
     def __init__(self, norm: BatchNorm, then: int) -> None:
         """`then` is what follows, too: 1 a ReLU, 2 a ReLU and pooling."""
         self.__dict__.update(vars(norm))
         self.then, self.spare = then, False
+        self.beside: tuple[Beside, int] | None = None  # whose memory the result goes to, and where in it
 
     def forward(self, x: Tensor) -> Tensor:
         n, channels = self.w.shape
-        self.x = x = x.contiguous(memory_format=torch.channels_last)
+        x, apart = laid(x)
+        self.x = x
         self.area = x.shape[2] * x.shape[3]
         self.m = x.shape[0] // n * self.area
-        across, spans, a, b = self.parts()
-        near = self.m * channels  # from one client's first pixel to the next one's
+        blocks, spans, a, b = self.parts()
+        near = self.m * apart  # from one client's first pixel to the next one's
         tile: dict[str, Any] = self.tile()
-        kernels.moments[(across, spans, n)](x, x, near, self.live, a, b, self.m, self.span, self.area, channels, n, **tile)
+        kernels.moments[(blocks, spans, n)](x, self.live, a, b, self.m, self.span, self.area, channels, apart, n, **tile)
         self.kept = a.new_empty(4, n, channels)
-        kernels.settle[(across, n)](
+        kernels.settle[(blocks, n)](
             a, b, x, near, self.size, self.w, self.b, self.w.stride(0), self.mean, self.var, self.seen, self.mean.stride(0),
             self.kept, spans, self.area, channels, n, self.eps, self.momentum, BC=tile["BC"],
         )  # fmt: skip
         self.where = self.live
         if self.then == 2:
-            y, self.where = pooled(x, self.kept, n)
+            y, self.where = pooled(packed(x), self.kept, n)
             return y
-        y = torch.empty_like(x)
-        grid = (triton.cdiv(self.m, tile["BM"]), across, n)
-        kernels.affine[grid](x, y, self.kept, self.m, channels, n, RELU=self.then == 1, **tile)
+        if self.beside is not None:
+            joint, at = self.beside
+            y = joint.room(x)[:, at : at + channels]
+        else:
+            y = torch.empty(x.shape, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
+        grid = (triton.cdiv(self.m, tile["BM"]), blocks, n)
+        kernels.affine[grid](x, y, self.kept, self.m, channels, apart, laid(y)[1], n, RELU=self.then == 1, **tile)
         return y
 
-    def backward(self, dy: Tensor, need: bool) -> Tensor:
+    def backward(self, dy: Tensor, need: bool, onto: Tensor | None = None) -> Tensor:
         n, channels = self.w.shape
-        x, dy = self.x, dy.contiguous(memory_format=torch.channels_last)
+        (x, apart), (dy, below) = laid(self.x), laid(dy)
         height, width = x.shape[2:]
-        across, spans, a, b = self.parts()
+        blocks, spans, a, b = self.parts()
         tile: dict[str, Any] = self.tile()
-        kernels.gradient_moments[(across, spans, n)](
-            x, dy, self.where, self.kept, a, b, self.m, self.span, height, width, channels, n, THEN=self.then, **tile
+        kernels.gradient_moments[(blocks, spans, n)](
+            x, dy, self.where, self.kept, a, b, self.m, self.span, height, width, channels, apart, below, n, THEN=self.then, **tile
         )
         slopes = a.new_empty(2, n, channels)
-        kernels.settle_gradient[(across, n)](
+        kernels.settle_gradient[(blocks, n)](
             a, b, self.kept, self.size, self.dw, self.db, self.dw.stride(0), slopes, spans, self.area, channels, n, BC=tile["BC"]
         )
-        dx = x if self.spare else torch.empty_like(x)
-        if need:
-            grid = (triton.cdiv(self.m, tile["BM"]), across, n)
-            kernels.gradient_affine[grid](
-                x, dy, self.where, dx, self.kept, slopes, self.live, self.m, height, width, channels, n, THEN=self.then, **tile
-            )
+        if not need:
+            return dy
+        dx = x if self.spare else torch.empty(x.shape, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
+        dx, gap = laid(dx if onto is None else onto)
+        grid = (triton.cdiv(self.m, tile["BM"]), blocks, n)
+        kernels.gradient_affine[grid](
+            x, dy, self.where, dx, self.kept, slopes, self.live, self.m, height, width, channels, apart, below, gap, n,
+            ADD=onto is not None, THEN=self.then, **tile,
+        )  # fmt: skip
         return dx
 
     def tile(self) -> dict[str, int]:
@@ -292,12 +407,12 @@ class FusedNorm(BatchNorm):
         """Blocks of channels, spans of pixels, and room for the sums over each span."""
         n, channels = self.w.shape
         tile = self.tile()
-        across = triton.cdiv(channels, tile["BC"])
-        spans = max(1, min(triton.cdiv(self.m, 2 * tile["BM"]), triton.cdiv(1056, across * n)))  # enough for a large GPU
+        blocks = triton.cdiv(channels, tile["BC"])
+        spans = max(1, min(triton.cdiv(self.m, 2 * tile["BM"]), triton.cdiv(1056, blocks * n)))  # enough for a large GPU
         self.span = triton.cdiv(triton.cdiv(self.m, spans), tile["BM"]) * tile["BM"]
         spans = triton.cdiv(self.m, self.span)
         a, b = self.w.new_empty(2, spans, n, channels)
-        return across, spans, a, b
+        return blocks, spans, a, b
 
 
 def fused_step(

@@ -63,7 +63,7 @@ def traced(module: nn.Module, axes: int) -> list[Node] | None:
         layer = layer_of(found, module)
         if sources is None or layer is None or not found.users or str(found.target) in names:
             return None
-        if found.op == "call_module":
+        if layer.state_dict():
             names.add(str(found.target))  # used twice, its gradients would have to be added up
         node = Node(layer, str(found.target), [places[source] for source in sources])
         if not fits(node, axes):

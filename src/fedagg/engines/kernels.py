@@ -181,23 +181,40 @@ def turn(w_ptr, y_ptr, z_ptr, STRIDE, O, C, TAPS: tl.constexpr, BO: tl.constexpr
 
 
 @triton.jit
-def pool(x_ptr, y_ptr, where_ptr, p_ptr, q_ptr, TOTAL, H, W, HO, WO, C, IMAGES, NORM: tl.constexpr, BLOCK: tl.constexpr):
+def pool(
+    x_ptr,
+    y_ptr,
+    where_ptr,
+    p_ptr,
+    q_ptr,
+    M,
+    H,
+    W,
+    HO,
+    WO,
+    C,
+    IMAGES,
+    NORM: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+):
     """y = relu(max of 2×2), channels last; `where` is the winner's number, 4 for none (nothing above zero). With NORM, of p x + q
     with every client's and channel's own p and q; a client has so many IMAGES."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = at < TOTAL
-    c, pixel = at % C, at // C
-    col, row, image = pixel % WO, (pixel // WO) % HO, pixel // (WO * HO)
-    base = ((image.to(tl.int64) * H + 2 * row) * W + 2 * col) * C + c
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    live = (m < M)[:, None] & (c < C)[None, :]
+    col, row, image = m % WO, (m // WO) % HO, m // (WO * HO)
+    base = (((image.to(tl.int64) * H + 2 * row) * W + 2 * col) * C)[:, None] + c[None, :]
     a = tl.load(x_ptr + base, mask=live, other=0.0).to(tl.float32)
     b = tl.load(x_ptr + base + C, mask=live, other=0.0).to(tl.float32)
     d = tl.load(x_ptr + base + W * C, mask=live, other=0.0).to(tl.float32)
     e = tl.load(x_ptr + base + W * C + C, mask=live, other=0.0).to(tl.float32)
     if NORM:
-        p = tl.load(p_ptr + image // IMAGES * C + c, mask=live, other=0.0)
-        q = tl.load(q_ptr + image // IMAGES * C + c, mask=live, other=0.0)
+        own = (image // IMAGES * C)[:, None] + c[None, :]
+        p = tl.load(p_ptr + own, mask=live, other=0.0)
+        q = tl.load(q_ptr + own, mask=live, other=0.0)
         a, b, d, e = p * a + q, p * b + q, p * d + q, p * e + q
-    best, which = a, tl.zeros_like(at)
+    best, which = a, tl.zeros((BM, BC), dtype=tl.int32)
     which = tl.where((b > best) | (b != b), 1, which)
     best = tl.where((b > best) | (b != b), b, best)
     which = tl.where((d > best) | (d != d), 2, which)
@@ -205,83 +222,119 @@ def pool(x_ptr, y_ptr, where_ptr, p_ptr, q_ptr, TOTAL, H, W, HO, WO, C, IMAGES, 
     which = tl.where((e > best) | (e != e), 3, which)
     best = tl.where((e > best) | (e != e), e, best)
     which = tl.where(best <= 0.0, 4, which)
+    at = (m.to(tl.int64) * C)[:, None] + c[None, :]
     tl.store(y_ptr + at, tl.where(best <= 0.0, 0.0, best), mask=live)
     tl.store(where_ptr + at, which.to(tl.int8), mask=live)
 
 
 @triton.jit
-def unpool(dy_ptr, where_ptr, dx_ptr, TOTAL, H, W, HO, WO, C, BLOCK: tl.constexpr):
+def unpool(dy_ptr, where_ptr, dx_ptr, M, H, W, HO, WO, C, BM: tl.constexpr, BC: tl.constexpr):
     """The gradient of `pool`'s input: every input pixel asks whether it was its window's winner."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = at < TOTAL
-    c, p = at % C, at // C
-    col, row, image = p % W, (p // W) % H, p // (W * H)
-    inside = live & (col // 2 < WO) & (row // 2 < HO)
-    window = ((image.to(tl.int64) * HO + row // 2) * WO + col // 2) * C + c
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    live = (m < M)[:, None] & (c < C)[None, :]
+    col, row, image = m % W, (m // W) % H, m // (W * H)
+    inside = live & ((col // 2 < WO) & (row // 2 < HO))[:, None]
+    window = (((image.to(tl.int64) * HO + row // 2) * WO + col // 2) * C)[:, None] + c[None, :]
     which = tl.load(where_ptr + window, mask=inside, other=4)
     dy = tl.load(dy_ptr + window, mask=inside, other=0.0).to(tl.float32)
-    tl.store(dx_ptr + at, tl.where(which == (row % 2) * 2 + col % 2, dy, 0.0), mask=live)
+    dx = tl.where(which == ((row % 2) * 2 + col % 2)[:, None], dy, 0.0)
+    tl.store(dx_ptr + (m.to(tl.int64) * C)[:, None] + c[None, :], dx, mask=live)
 
 
 @triton.jit
-def pool_windows(x_ptr, y_ptr, where_ptr, TOTAL, H, W, HO, WO, C, P, K: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
+def pool_windows(
+    x_ptr,
+    y_ptr,
+    where_ptr,
+    M,
+    H,
+    W,
+    HO,
+    WO,
+    C,
+    P,
+    K: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+):
     """y = max over windows of K×K pixels, one every STRIDE pixels, the first P outside; `where` is the winner's number in it."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = at < TOTAL
-    c, pixel = at % C, at // C
-    col, row, image = pixel % WO * STRIDE - P, (pixel // WO) % HO * STRIDE - P, pixel // (WO * HO)
-    base = ((image.to(tl.int64) * H + row) * W + col) * C + c
-    best, which = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros_like(at)
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    live = (m < M)[:, None] & (c < C)[None, :]
+    col, row, image = m % WO * STRIDE - P, (m // WO) % HO * STRIDE - P, m // (WO * HO)
+    base = (((image.to(tl.int64) * H + row) * W + col) * C)[:, None] + c[None, :]
+    best, which = tl.full((BM, BC), float("-inf"), tl.float32), tl.zeros((BM, BC), dtype=tl.int32)
     for tap in tl.static_range(K * K):
         i, j = tap // K, tap % K
-        inside = live & (row + i >= 0) & (row + i < H) & (col + j >= 0) & (col + j < W)
-        x = tl.load(x_ptr + base + (i * W + j) * C, mask=inside, other=float("-inf")).to(tl.float32)
+        inside = (row + i >= 0) & (row + i < H) & (col + j >= 0) & (col + j < W)
+        x = tl.load(x_ptr + base + (i * W + j) * C, mask=live & inside[:, None], other=float("-inf")).to(tl.float32)
         wins = (x > best) | (x != x)
         which = tl.where(wins, tap, which)
         best = tl.where(wins, x, best)
+    at = (m.to(tl.int64) * C)[:, None] + c[None, :]
     tl.store(y_ptr + at, best, mask=live)
     tl.store(where_ptr + at, which.to(tl.int8), mask=live)
 
 
 @triton.jit
 def unpool_windows(
-    dy_ptr, where_ptr, dx_ptr, TOTAL, H, W, HO, WO, C, P, K: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr
+    dy_ptr,
+    where_ptr,
+    dx_ptr,
+    M,
+    H,
+    W,
+    HO,
+    WO,
+    C,
+    P,
+    K: tl.constexpr,
+    STRIDE: tl.constexpr,
+    ADD: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
 ):
-    """The gradient of `pool_windows`' input: every input pixel asks all windows over it, in turn, whether it was the winner.
-    (Windows that add what they have where it belongs would do so in any order.)"""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = at < TOTAL
-    c, p = at % C, at // C
-    col, row, image = p % W + P, (p // W) % H + P, p // (W * H)
-    dx = tl.zeros((BLOCK,), dtype=tl.float32)
+    """The gradient of `pool_windows`' input: every input pixel asks all windows over it, in turn, whether it was the winner; with
+    ADD, beside what is in dx. (Windows that add what they have where it belongs would do so in any order.)"""
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    live = (m < M)[:, None] & (c < C)[None, :]
+    col, row, image = m % W + P, (m // W) % H + P, m // (W * H)
+    dx = tl.zeros((BM, BC), dtype=tl.float32)
     over: tl.constexpr = (K + STRIDE - 1) // STRIDE  # windows that a pixel can lie in, each way
     for number in tl.static_range(over * over):
         high, wide = row // STRIDE - number // over, col // STRIDE - number % over
         i, j = row - high * STRIDE, col - wide * STRIDE
-        inside = live & (high >= 0) & (high < HO) & (i < K) & (wide >= 0) & (wide < WO) & (j < K)
-        window = ((image.to(tl.int64) * HO + high) * WO + wide) * C + c
-        which = tl.load(where_ptr + window, mask=inside, other=-1)
-        dy = tl.load(dy_ptr + window, mask=inside, other=0.0).to(tl.float32)
-        dx += tl.where(which == i * K + j, dy, 0.0)
-    tl.store(dx_ptr + at, dx, mask=live)
+        inside = (high >= 0) & (high < HO) & (i < K) & (wide >= 0) & (wide < WO) & (j < K)
+        window = (((image.to(tl.int64) * HO + high) * WO + wide) * C)[:, None] + c[None, :]
+        which = tl.load(where_ptr + window, mask=live & inside[:, None], other=-1)
+        dy = tl.load(dy_ptr + window, mask=live & inside[:, None], other=0.0).to(tl.float32)
+        dx += tl.where(which == (i * K + j)[:, None], dy, 0.0)
+    at = dx_ptr + (m.to(tl.int64) * C)[:, None] + c[None, :]
+    if ADD:
+        dx += tl.load(at, mask=live, other=0.0).to(tl.float32)
+    tl.store(at, dx, mask=live)
 
 
 @triton.jit
-def moments(x_ptr, near_ptr, NEAR, live_ptr, a_ptr, b_ptr, M, SPAN, PIXELS, C, N, BM: tl.constexpr, BC: tl.constexpr):
+def moments(x_ptr, live_ptr, a_ptr, b_ptr, M, SPAN, PIXELS, C, XC, N, BM: tl.constexpr, BC: tl.constexpr):
     """Sums over one span of client n's pixels, a[span, n, c] of d = x - near and b[span, n, c] of d², padding left out. Some value
-    near the mean, here the first pixel's, keeps the digits that a difference of large sums would lose."""
+    near the mean, here the first pixel's, keeps the digits that a difference of large sums would lose. Pixels of x are XC numbers
+    apart: they may have more channels, which others look at."""
     n = tl.program_id(2).to(tl.int64)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     span = tl.program_id(1)
-    near = tl.load(near_ptr + n * NEAR + c, mask=c < C, other=0.0).to(tl.float32)
-    x_ptr += n * M * C
+    x_ptr += n * M * XC
+    near = tl.load(x_ptr + c, mask=c < C, other=0.0).to(tl.float32)
     live_ptr += n * (M // PIXELS)
     a = tl.zeros((BM, BC), dtype=tl.float32)
     b = tl.zeros((BM, BC), dtype=tl.float32)
     for m0 in range(span * SPAN, min((span + 1) * SPAN, M), BM):
         m = m0 + tl.arange(0, BM)
         live = tl.load(live_ptr + m // PIXELS, mask=m < M, other=0.0)
-        x = tl.load(x_ptr + m[:, None] * C + c[None, :], mask=(m < M)[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + m[:, None] * XC + c[None, :], mask=(m < M)[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
         d = (x - near[None, :]) * live[:, None]
         a += d
         b += d * d
@@ -352,7 +405,7 @@ def settle(
 
 
 @triton.jit
-def arrived(dy_ptr, where_ptr, x, n, m, c, p, q, inside, M, H, W, C, THEN: tl.constexpr):
+def arrived(dy_ptr, where_ptr, x, n, m, c, p, q, inside, M, H, W, C, DC, THEN: tl.constexpr):
     """The gradient of a normalised pixel: what comes from above (THEN = 0), through a ReLU (1), through ReLU and pooling (2)."""
     if THEN == 2:
         image, row, col = m // (H * W), m // W % H, m % W
@@ -364,7 +417,7 @@ def arrived(dy_ptr, where_ptr, x, n, m, c, p, q, inside, M, H, W, C, THEN: tl.co
         dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
         dy = tl.where(which == ((row % 2) * 2 + col % 2)[:, None], dy, 0.0)
     else:
-        dy = tl.load(dy_ptr + n * M * C + m[:, None] * C + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + n * M * DC + m[:, None] * DC + c[None, :], mask=inside, other=0.0).to(tl.float32)
         if THEN == 1:
             dy = tl.where(p[None, :] * x + q[None, :] <= 0.0, 0.0, dy)
     return dy
@@ -372,9 +425,26 @@ def arrived(dy_ptr, where_ptr, x, n, m, c, p, q, inside, M, H, W, C, THEN: tl.co
 
 @triton.jit
 def gradient_moments(
-    x_ptr, dy_ptr, where_ptr, kept_ptr, a_ptr, b_ptr, M, SPAN, H, W, C, N, THEN: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr
+    x_ptr,
+    dy_ptr,
+    where_ptr,
+    kept_ptr,
+    a_ptr,
+    b_ptr,
+    M,
+    SPAN,
+    H,
+    W,
+    C,
+    XC,
+    DC,
+    N,
+    THEN: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
 ):
-    """Sums over one span of client n's pixels: a of dy, b of dy (x - centre). Padding sends no gradient."""
+    """Sums over one span of client n's pixels: a of dy, b of dy (x - centre). Padding sends no gradient. Pixels are XC and DC
+    numbers apart."""
     n = tl.program_id(2).to(tl.int64)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     span = tl.program_id(1)
@@ -387,8 +457,8 @@ def gradient_moments(
     for m0 in range(span * SPAN, min((span + 1) * SPAN, M), BM):
         m = m0 + tl.arange(0, BM)
         inside = (m < M)[:, None] & (c < C)[None, :]
-        x = tl.load(x_ptr + n * M * C + m[:, None] * C + c[None, :], mask=inside, other=0.0).to(tl.float32)
-        dy = arrived(dy_ptr, where_ptr, x, n, m, c, p, q, inside, M, H, W, C, THEN)
+        x = tl.load(x_ptr + n * M * XC + m[:, None] * XC + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        dy = arrived(dy_ptr, where_ptr, x, n, m, c, p, q, inside, M, H, W, C, DC, THEN)
         a += dy
         b += dy * (x - centre[None, :])
     out = (span.to(tl.int64) * N + n) * C + c
@@ -417,17 +487,16 @@ def settle_gradient(a_ptr, b_ptr, kept_ptr, size_ptr, dw_ptr, db_ptr, ROW, out_p
 
 
 @triton.jit
-def affine(x_ptr, y_ptr, kept_ptr, M, C, N, RELU: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+def affine(x_ptr, y_ptr, kept_ptr, M, C, XC, YC, N, RELU: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
     """y = p x + q for every client and channel, and nothing below zero of it with RELU."""
     n = tl.program_id(2).to(tl.int64)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
-    at = n * M * C + m[:, None] * C + c[None, :]
     inside = (m < M)[:, None] & (c < C)[None, :]
     p = tl.load(kept_ptr + (2 * N + n) * C + c, mask=c < C, other=0.0)
     q = tl.load(kept_ptr + (3 * N + n) * C + c, mask=c < C, other=0.0)
-    y = p[None, :] * tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32) + q[None, :]
-    tl.store(y_ptr + at, tl.where(y <= 0.0, 0.0, y) if RELU else y, mask=inside)
+    y = p[None, :] * tl.load(x_ptr + n * M * XC + m[:, None] * XC + c[None, :], mask=inside, other=0.0).to(tl.float32) + q[None, :]
+    tl.store(y_ptr + n * M * YC + m[:, None] * YC + c[None, :], tl.where(y <= 0.0, 0.0, y) if RELU else y, mask=inside)
 
 
 @triton.jit
@@ -443,25 +512,33 @@ def gradient_affine(
     H,
     W,
     C,
+    XC,
+    DC,
+    GC,
     N,
+    ADD: tl.constexpr,
     THEN: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """dx = p dy + u x + v, the last two where there is more than padding."""
+    """dx = p dy + u x + v, the last two where there is more than padding; with ADD, beside what is in dx. Pixels are XC, DC and GC
+    numbers apart."""
     n = tl.program_id(2).to(tl.int64)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
-    at = n * M * C + m[:, None] * C + c[None, :]
     inside = (m < M)[:, None] & (c < C)[None, :]
     p = tl.load(kept_ptr + (2 * N + n) * C + c, mask=c < C, other=0.0)
     q = tl.load(kept_ptr + (3 * N + n) * C + c, mask=c < C, other=0.0)
     u = tl.load(slope_ptr + n * C + c, mask=c < C, other=0.0)
     v = tl.load(slope_ptr + (N + n) * C + c, mask=c < C, other=0.0)
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    dy = arrived(dy_ptr, where_ptr, x, n, m, c, p, q, inside, M, H, W, C, THEN)
+    x = tl.load(x_ptr + n * M * XC + m[:, None] * XC + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    dy = arrived(dy_ptr, where_ptr, x, n, m, c, p, q, inside, M, H, W, C, DC, THEN)
     live = tl.load(live_ptr + n * (M // (H * W)) + m // (H * W), mask=m < M, other=0.0)
-    tl.store(dx_ptr + at, p[None, :] * dy + live[:, None] * (u[None, :] * x + v[None, :]), mask=inside)
+    at = dx_ptr + n * M * GC + m[:, None] * GC + c[None, :]
+    dx = p[None, :] * dy + live[:, None] * (u[None, :] * x + v[None, :])
+    if ADD:
+        dx += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, dx, mask=inside)
 
 
 @triton.jit

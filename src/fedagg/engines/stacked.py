@@ -9,7 +9,7 @@ one operation, and gradients land where the update reads them, with no autograd,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fedagg.engines.base import Setting, cross_entropy
-from fedagg.engines.conv import Convolution, make_convolution
+from fedagg.engines.conv import Convolution, Pointwise, make_convolution
 from fedagg.engines.graph import Join, Node, Sum, pair, traced
 
 aten = torch.ops.aten
@@ -29,8 +29,10 @@ class Layer(Protocol):
     @property
     def forward(self) -> Callable[..., Tensor]: ...
 
-    def backward(self, dy: Tensor, need: bool) -> Tensor | list[Tensor]:
-        """The gradient of the layer's input, or of each; where it is not needed (the first layers), anything."""
+    @property
+    def backward(self) -> Callable[..., Tensor | list[Tensor]]:
+        """From `dy` and `need` to the gradient of the layer's input, or of each; where there is no need (the first layers), to
+        anything. Layers that say `adds` take another gradient of the same input, too, and may put the sum in its place."""
 
 
 class Flatten:
@@ -90,12 +92,19 @@ class Conv:
         self.x = x
         return self.kernel.forward(x, self.w, self.b)
 
-    def backward(self, dy: Tensor, need: bool) -> Tensor:
+    @property
+    def adds(self) -> bool:
+        return isinstance(self.kernel, Pointwise) and self.kernel.stride == 1
+
+    def backward(self, dy: Tensor, need: bool, onto: Tensor | None = None) -> Tensor:
         self.kernel.weight_gradient(self.x, dy, self.dw, self.db)
+        if onto is not None and isinstance(self.kernel, Pointwise):
+            return self.kernel.add_input_gradient(onto, dy, self.w)
         return self.kernel.input_gradient(self.x, dy, self.w) if need else dy
 
 
 class ReLU:
+    keeps = True  # what it put out: it goes back by that
     spare = False  # may the input's memory be used? nobody else needs it any more
 
     def forward(self, x: Tensor) -> Tensor:
@@ -134,14 +143,22 @@ class AveragePool:
     """Average over windows, `AvgPool2d`."""
 
     def __init__(self, module: nn.AvgPool2d) -> None:
-        self.options = [pair(module.kernel_size), pair(module.stride), [0, 0], False, True, None]
+        self.kernel, self.stride = pair(module.kernel_size), pair(module.stride)
 
     def forward(self, x: Tensor) -> Tensor:
         self.x = x
-        return aten.avg_pool2d(x, *self.options)  # type: ignore[no-any-return]
+        return aten.avg_pool2d(x, self.kernel, self.stride)  # type: ignore[no-any-return]
 
     def backward(self, dy: Tensor, need: bool) -> Tensor:
-        return aten.avg_pool2d_backward(dy, self.x, *self.options) if need else dy
+        if not need:
+            return dy
+        images, channels, high, wide = dy.shape
+        a, b = self.kernel
+        if dy.is_cuda and self.kernel == self.stride and self.x.shape[2:] == (high * a, wide * b):
+            # Every pixel in one window: the gradient is a copy, which torch's own is many times as slow as.
+            share = (dy / (a * b)).permute(0, 2, 3, 1)[:, :, None, :, None].expand(images, high, a, wide, b, channels)
+            return share.reshape(images, high * a, wide * b, channels).permute(0, 3, 1, 2)
+        return aten.avg_pool2d_backward(dy, self.x, self.kernel, self.stride, [0, 0], False, True, None)  # type: ignore[no-any-return]
 
 
 class Add:
@@ -158,12 +175,19 @@ class Add:
 class Concatenate:
     """The channels of several branches side by side."""
 
+    slices: Sequence[bool] = ()  # which sources are content with their channels where they stand?
+
     def forward(self, *parts: Tensor) -> Tensor:
         self.channels = [part.shape[1] for part in parts]
         return torch.cat(parts, 1)
 
     def backward(self, dy: Tensor, need: bool) -> list[Tensor]:
-        return [part.contiguous(memory_format=torch.channels_last) for part in dy.split(self.channels, 1)]
+        slices = self.slices or [False] * len(self.channels)
+        return [part if free else packed(part) for part, free in zip(dy.split(self.channels, 1), slices, strict=True)]
+
+
+def packed(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last)
 
 
 class MeanPool:
@@ -288,7 +312,12 @@ def spare(place: Place | None, count: Counter[Place | None]) -> bool:
         return False
     if isinstance(place.layer, Flatten):  # another look at the same memory
         return spare(place.sources[0], count)
-    return not isinstance(place.layer, ReLU)  # which goes back by what it put out; other layers do not look at it again
+    return not getattr(place.layer, "keeps", False)
+
+
+def fresh(layer: Layer, own: bool) -> bool:
+    """Is the gradient that a layer sends down in memory that nobody else looks at, if the one that it got is?"""
+    return not isinstance(layer, Add) and (own or not isinstance(layer, Concatenate | Flatten))
 
 
 class StackedNetwork:
@@ -387,14 +416,18 @@ class StackedNetwork:
                 norm.live, norm.size = live, size
         last = self.places[-1]
         loss, dy = self.loss(self.outputs(x)[last], y, scale)
-        came = {last: dy}
+        came, own = {last: dy}, {last}  # gradients on their way, and those among them that nobody else looks at
         for place in reversed(self.places):
             if not place.back:
                 continue
-            went = place.layer.backward(came.pop(place), place.need)
+            onto = [came[source] for source in place.sources if source in own] if getattr(place.layer, "adds", False) else []
+            went = place.layer.backward(came.pop(place), place.need, *onto)
             for source, dx in zip(place.sources, went if isinstance(went, list) else [went], strict=True):
-                if source is not None and source.back:
-                    came[source] = came[source] + dx if source in came else dx
+                if source is None or not source.back:
+                    continue
+                if source in came or fresh(place.layer, place in own):
+                    own.add(source)
+                came[source] = came[source] + dx if source in came and not onto else dx
         return loss
 
     def outputs(self, x: Tensor) -> dict[Place | None, Tensor]:
