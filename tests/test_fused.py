@@ -54,14 +54,18 @@ def test_convolution(n: int, images: int, channels: int, outputs: int, kernel: i
                 assert close(ours_b, theirs_b)
 
 
-@pytest.mark.parametrize("channels", [3, 64])
-def test_convolution_of_short_numbers(channels: int) -> None:
+@pytest.mark.parametrize(("channels", "side", "stride"), [(3, 6, 1), (64, 6, 1), (64, 9, 1), (128, 8, 1), (64, 16, 2)])
+def test_convolution_of_short_numbers(channels: int, side: int, stride: int) -> None:
     """Images and results in 16 bits, sums and weights' gradients in 32: against float32 on the same rounded images. (Triton's
     interpreter knows float16 only; the kernels ask for no kind by name.)"""
     n, outputs = 2, 20
-    x, w, b = random(n * 2, channels, 6, 6, seed=1).half(), random(n, outputs, channels, 3, 3, seed=2), random(n, outputs, seed=3)
+    x, w, b = (
+        random(n * 2, channels, side, side, seed=1).half(),
+        random(n, outputs, channels, 3, 3, seed=2),
+        random(n, outputs, seed=3),
+    )
     w = w.half().float()
-    fused, plain = FusedConvolution(n, 1), Loop(n, 1)
+    fused, plain = FusedConvolution(n, 1, stride), Loop(n, 1, stride)
     y = fused.forward(x, w, b)
     expected = plain.forward(x.float(), w, b)
     assert y.dtype == torch.float16

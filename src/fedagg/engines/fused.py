@@ -101,6 +101,7 @@ class FusedConvolution:
     """Convolution of n clients' images with n clients' filters."""
 
     splits_for = 264  # blocks that keep a large GPU busy
+    rows_from = 64  # pixels an image from which unrolling it costs more than scattered weights
 
     def __init__(self, n: int, padding: int, stride: int = 1) -> None:
         self.n, self.padding, self.stride = n, padding, stride
@@ -136,7 +137,11 @@ class FusedConvolution:
         n, outputs, channels, k, _ = dw.shape
         images, _, ho, wo = dy.shape
         m, depth = images // n * ho * wo, k * k * channels
-        tile = self.gradient_tile(channels, outputs, depth, x.element_size() == 2 and ho * wo >= 64)
+        short = x.element_size() == 2
+        rows = short and ho * wo >= self.rows_from and channels % 64 == 0
+        tile = self.gradient_tile(channels, outputs, depth, short and ho * wo >= 64)
+        if rows and channels % tile["BK"]:
+            tile["BK"] = 64
         tiles = triton.cdiv(depth, tile["BK"]) * triton.cdiv(outputs, tile["BO"])
         splits = max(1, min(triton.cdiv(m, 4 * tile["BM"]), triton.cdiv(self.splits_for, tiles * n)))
         span = triton.cdiv(triton.cdiv(m, splits), tile["BM"]) * tile["BM"]
@@ -144,11 +149,20 @@ class FusedConvolution:
         # One split goes straight to where the update reads.
         out = dw if splits == 1 else dw.new_empty(splits * n, outputs * depth)
         grid = (triton.cdiv(depth, tile["BK"]), triton.cdiv(outputs, tile["BO"]), splits * n)
-        patches = unrolled(x, k, self.padding, wo, self.stride)
-        kernels.weight_gradient[grid](
-            patches, unrolled(dy, 1, 0, wo, sums=db), out, m, span, n, out.stride(0), C=channels, O=outputs, K=k,
-            STRIDE=self.stride, PIXELS=ho * wo, WO=wo, PLANE=patches[0, 0, 0].numel(), PRECISION=precision(), **tile,
-        )  # fmt: skip
+        if rows:
+            x, dy = packed(x), packed(dy)
+            kernels.weight_gradient_of_rows[grid](
+                x, dy, out, m, span, n, out.stride(0), *x.shape[2:], self.padding, C=channels, O=outputs, K=k,
+                STRIDE=self.stride, HO=ho, WO=wo, PRECISION=precision(), **tile,
+            )  # fmt: skip
+            if db is not None:
+                torch.sum(dy.permute(0, 2, 3, 1).reshape(n, -1, outputs), 1, dtype=db.dtype, out=db)
+        else:
+            patches = unrolled(x, k, self.padding, wo, self.stride)
+            kernels.weight_gradient[grid](
+                patches, unrolled(dy, 1, 0, wo, sums=db), out, m, span, n, out.stride(0), C=channels, O=outputs, K=k,
+                STRIDE=self.stride, PIXELS=ho * wo, WO=wo, PLANE=patches[0, 0, 0].numel(), PRECISION=precision(), **tile,
+            )  # fmt: skip
         if splits > 1:
             dw.copy_(out.view(splits, n, -1).sum(0).view_as(dw))
 

@@ -123,6 +123,52 @@ def weight_gradient(
 
 
 @triton.jit
+def weight_gradient_of_rows(
+    x_ptr,
+    dy_ptr,
+    out_ptr,
+    M,
+    SPAN,
+    N,
+    ROW,
+    H,
+    W,
+    P,
+    C: tl.constexpr,
+    O: tl.constexpr,
+    K: tl.constexpr,
+    STRIDE: tl.constexpr,
+    HO: tl.constexpr,
+    WO: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    BO: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """As `weight_gradient`, with x and dy as they are, channels last: with 16 bits, tensor cores take the summed axis in any
+    place. A block has channels of one tap; C is a multiple of BK."""
+    n = (tl.program_id(2) % N).to(tl.int64)
+    split = tl.program_id(2) // N
+    tap = tl.program_id(0) // (C // BK)
+    c = tl.program_id(0) % (C // BK) * BK + tl.arange(0, BK)
+    o = tl.program_id(1) * BO + tl.arange(0, BO)
+    i, j = tap // K - P, tap % K - P
+    x_ptr += n * (M // (HO * WO)) * H * W * C
+    dy_ptr += n * M * O
+    acc = tl.zeros((BK, BO), dtype=tl.float32)
+    for m0 in range(split * SPAN, min((split + 1) * SPAN, M), BM):
+        m = m0 + tl.arange(0, BM)
+        image, pixel = m // (HO * WO), m % (HO * WO)
+        r, s = pixel // WO * STRIDE + i, pixel % WO * STRIDE + j
+        inside = (r >= 0) & (r < H) & (s >= 0) & (s < W) & (m < M)
+        a = tl.load(x_ptr + (((image * H + r) * W + s) * C)[:, None] + c[None, :], mask=inside[:, None], other=0.0)
+        d = tl.load(dy_ptr + (m * O)[:, None] + o[None, :], mask=(m < M)[:, None] & (o < O)[None, :], other=0.0)
+        acc = tl.dot(tl.trans(a), d, acc, input_precision=PRECISION)
+    out = out_ptr + (split * N + n) * ROW + o[None, :] * (K * K * C) + (c * (K * K) + tap)[:, None]
+    tl.store(out, acc, mask=(o < O)[None, :])
+
+
+@triton.jit
 def unroll(
     x_ptr,
     y_ptr,
