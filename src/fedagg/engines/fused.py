@@ -329,10 +329,8 @@ class WindowPool(MaxPool):
         high, wide = ((side + 2 * self.padding - self.k) // self.stride + 1 for side in sides)
         y = torch.empty(images, channels, high, wide, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
         self.where = torch.empty(y.numel(), dtype=torch.int8, device=x.device)
-        m = images * high * wide
-        grid, tile = across(m, channels)
-        kernels.pool_windows[grid](
-            x, y, self.where, m, *sides, high, wide, channels, self.padding, K=self.k, STRIDE=self.stride, **tile
+        kernels.pool_windows[(triton.cdiv(y.numel(), 1024),)](
+            x, y, self.where, y.numel(), *sides, high, wide, channels, self.padding, K=self.k, STRIDE=self.stride, BLOCK=1024
         )
         return y
 

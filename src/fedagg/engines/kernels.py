@@ -289,37 +289,21 @@ def unpool(dy_ptr, where_ptr, dx_ptr, M, H, W, HO, WO, C, BM: tl.constexpr, BC: 
 
 
 @triton.jit
-def pool_windows(
-    x_ptr,
-    y_ptr,
-    where_ptr,
-    M,
-    H,
-    W,
-    HO,
-    WO,
-    C,
-    P,
-    K: tl.constexpr,
-    STRIDE: tl.constexpr,
-    BM: tl.constexpr,
-    BC: tl.constexpr,
-):
+def pool_windows(x_ptr, y_ptr, where_ptr, TOTAL, H, W, HO, WO, C, P, K: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
     """y = max over windows of K×K pixels, one every STRIDE pixels, the first P outside; `where` is the winner's number in it."""
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
-    live = (m < M)[:, None] & (c < C)[None, :]
-    col, row, image = m % WO * STRIDE - P, (m // WO) % HO * STRIDE - P, m // (WO * HO)
-    base = (((image.to(tl.int64) * H + row) * W + col) * C)[:, None] + c[None, :]
-    best, which = tl.full((BM, BC), float("-inf"), tl.float32), tl.zeros((BM, BC), dtype=tl.int32)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = at < TOTAL
+    c, pixel = at % C, at // C
+    col, row, image = pixel % WO * STRIDE - P, (pixel // WO) % HO * STRIDE - P, pixel // (WO * HO)
+    base = ((image.to(tl.int64) * H + row) * W + col) * C + c
+    best, which = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros_like(at)
     for tap in tl.static_range(K * K):
         i, j = tap // K, tap % K
-        inside = (row + i >= 0) & (row + i < H) & (col + j >= 0) & (col + j < W)
-        x = tl.load(x_ptr + base + (i * W + j) * C, mask=live & inside[:, None], other=float("-inf")).to(tl.float32)
+        inside = live & (row + i >= 0) & (row + i < H) & (col + j >= 0) & (col + j < W)
+        x = tl.load(x_ptr + base + (i * W + j) * C, mask=inside, other=float("-inf")).to(tl.float32)
         wins = (x > best) | (x != x)
         which = tl.where(wins, tap, which)
         best = tl.where(wins, x, best)
-    at = (m.to(tl.int64) * C)[:, None] + c[None, :]
     tl.store(y_ptr + at, best, mask=live)
     tl.store(where_ptr + at, which.to(tl.int8), mask=live)
 
