@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import types
 from itertools import pairwise
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state
 
-from fedagg import models
+from fedagg import evaluate, models
 from fedagg.errors import SettingError
 
 FLAT = ("linear", "mnist-cnn", "cifar10-cnn", "lenet5", "alexnet", "vgg11")
@@ -338,3 +339,11 @@ def test_a_model_needs_a_class() -> None:
 
 def test_norm_is_ignored_where_there_is_none() -> None:
     assert count(models.build("lenet5", (1, 28, 28), 26, norm="group", dropout=0)) == 121_742
+
+
+@pytest.mark.parametrize(("numbers", "batch"), [(60_000, 10_000), (4_000_000, 268), (2**40, 1)])
+def test_deep_networks_are_evaluated_in_smaller_batches_on_a_gpu(numbers: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most 4 GiB of layers' outputs at a time: ten thousand images at once through a DenseNet-121 are 60."""
+    monkeypatch.setattr(evaluate, "activations", lambda setting: numbers)
+    setting = types.SimpleNamespace(device=torch.device("cuda"))
+    assert evaluate.batch_size(setting) == batch  # type: ignore[arg-type]

@@ -6,9 +6,18 @@ import torch
 from torch import Tensor
 
 from fedagg.engines.base import Setting
+from fedagg.engines.batched import activations
 from fedagg.flat import Model, Workspace
 
 BATCH = {"cpu": 500, "cuda": 10_000}
+ROOM = 4 << 30  # bytes that the layers' outputs of one batch may take on a GPU
+
+
+def batch_size(setting: Setting) -> int:
+    """Test samples at a time: on a GPU as many as keep it busy, of deep networks as many as fit beside the training. By the network
+    alone, not by the memory that happens to be free: sums are to be the same every time."""
+    most = BATCH[setting.device.type]
+    return most if setting.device.type == "cpu" else max(1, min(most, ROOM // (4 * max(1, activations(setting)))))
 
 
 class Evaluator:
@@ -16,7 +25,7 @@ class Evaluator:
         self.setting = setting
         self.space = Workspace(setting.module, setting.layout, setting.device)
         self.x, self.y = x.to(setting.device), y.to(setting.device)
-        self.batch = BATCH[setting.device.type]
+        self.batch = batch_size(setting)
 
     @torch.no_grad()
     def samples(self, model: Model) -> tuple[Tensor, Tensor]:

@@ -277,11 +277,11 @@ class FusedPool:
     def backward(self, dy: Tensor, need: bool) -> Tensor:
         if not need:
             return dy
-        images, channels, height, width = self.shape
+        _images, channels, height, width = self.shape
         dx = torch.empty(self.shape, device=dy.device, dtype=dy.dtype, memory_format=torch.channels_last)
-        m = images * height * width
-        grid, tile = across(m, channels)
-        kernels.unpool[grid](packed(dy), self.where, dx, m, height, width, height // 2, width // 2, channels, **tile)
+        kernels.unpool[(triton.cdiv(dx.numel(), 1024),)](
+            packed(dy), self.where, dx, dx.numel(), height, width, height // 2, width // 2, channels, BLOCK=1024
+        )
         return dx
 
 
@@ -292,17 +292,10 @@ def pooled(x: Tensor, kept: Tensor | None, n: int) -> tuple[Tensor, Tensor]:
     y = torch.empty(images, channels, ho, wo, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
     where = torch.empty(y.numel(), dtype=torch.int8, device=x.device)
     p, q = (kept[2], kept[3]) if kept is not None else (x, x)
-    m = images * ho * wo
-    grid, tile = across(m, channels)
-    kernels.pool[grid](x, y, where, p, q, m, height, width, ho, wo, channels, images // n, NORM=kept is not None, **tile)
+    grid = (triton.cdiv(y.numel(), 1024),)
+    kernels.pool[grid](x, y, where, p, q, y.numel(), height, width, ho, wo, channels, images // n,
+                       NORM=kept is not None, BLOCK=1024)  # fmt: skip
     return y, where
-
-
-def across(pixels: int, channels: int) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Blocks of so many pixels and channels: channels innermost, as they lie in memory, to be moved many at a time."""
-    wide = block(channels, 64)
-    tile: dict[str, Any] = {"BM": 2048 // wide, "BC": wide}
-    return (triton.cdiv(pixels, tile["BM"]), triton.cdiv(channels, wide)), tile
 
 
 def laid(x: Tensor) -> tuple[Tensor, int]:
@@ -339,9 +332,9 @@ class WindowPool(MaxPool):
             return dy
         dx = packed(onto) if onto is not None else self.x if self.spare else torch.empty_like(self.x)
         images, channels, height, width = dx.shape
-        m = images * height * width
-        grid, tile = across(m, channels)
-        kernels.unpool_windows[grid](
+        m, wide = images * height * width, block(channels, 64)
+        tile: dict[str, Any] = {"BM": 2048 // wide, "BC": wide}
+        kernels.unpool_windows[(triton.cdiv(m, tile["BM"]), triton.cdiv(channels, wide))](
             packed(dy), self.where, dx, m, height, width, *dy.shape[2:], channels, self.padding,
             K=self.k, STRIDE=self.stride, ADD=onto is not None, **tile,
         )  # fmt: skip

@@ -227,40 +227,23 @@ def turn(w_ptr, y_ptr, z_ptr, STRIDE, O, C, TAPS: tl.constexpr, BO: tl.constexpr
 
 
 @triton.jit
-def pool(
-    x_ptr,
-    y_ptr,
-    where_ptr,
-    p_ptr,
-    q_ptr,
-    M,
-    H,
-    W,
-    HO,
-    WO,
-    C,
-    IMAGES,
-    NORM: tl.constexpr,
-    BM: tl.constexpr,
-    BC: tl.constexpr,
-):
+def pool(x_ptr, y_ptr, where_ptr, p_ptr, q_ptr, TOTAL, H, W, HO, WO, C, IMAGES, NORM: tl.constexpr, BLOCK: tl.constexpr):
     """y = relu(max of 2×2), channels last; `where` is the winner's number, 4 for none (nothing above zero). With NORM, of p x + q
     with every client's and channel's own p and q; a client has so many IMAGES."""
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
-    live = (m < M)[:, None] & (c < C)[None, :]
-    col, row, image = m % WO, (m // WO) % HO, m // (WO * HO)
-    base = (((image.to(tl.int64) * H + 2 * row) * W + 2 * col) * C)[:, None] + c[None, :]
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = at < TOTAL
+    c, pixel = at % C, at // C
+    col, row, image = pixel % WO, (pixel // WO) % HO, pixel // (WO * HO)
+    base = ((image.to(tl.int64) * H + 2 * row) * W + 2 * col) * C + c
     a = tl.load(x_ptr + base, mask=live, other=0.0).to(tl.float32)
     b = tl.load(x_ptr + base + C, mask=live, other=0.0).to(tl.float32)
     d = tl.load(x_ptr + base + W * C, mask=live, other=0.0).to(tl.float32)
     e = tl.load(x_ptr + base + W * C + C, mask=live, other=0.0).to(tl.float32)
     if NORM:
-        own = (image // IMAGES * C)[:, None] + c[None, :]
-        p = tl.load(p_ptr + own, mask=live, other=0.0)
-        q = tl.load(q_ptr + own, mask=live, other=0.0)
+        p = tl.load(p_ptr + image // IMAGES * C + c, mask=live, other=0.0)
+        q = tl.load(q_ptr + image // IMAGES * C + c, mask=live, other=0.0)
         a, b, d, e = p * a + q, p * b + q, p * d + q, p * e + q
-    best, which = a, tl.zeros((BM, BC), dtype=tl.int32)
+    best, which = a, tl.zeros_like(at)
     which = tl.where((b > best) | (b != b), 1, which)
     best = tl.where((b > best) | (b != b), b, best)
     which = tl.where((d > best) | (d != d), 2, which)
@@ -268,24 +251,22 @@ def pool(
     which = tl.where((e > best) | (e != e), 3, which)
     best = tl.where((e > best) | (e != e), e, best)
     which = tl.where(best <= 0.0, 4, which)
-    at = (m.to(tl.int64) * C)[:, None] + c[None, :]
     tl.store(y_ptr + at, tl.where(best <= 0.0, 0.0, best), mask=live)
     tl.store(where_ptr + at, which.to(tl.int8), mask=live)
 
 
 @triton.jit
-def unpool(dy_ptr, where_ptr, dx_ptr, M, H, W, HO, WO, C, BM: tl.constexpr, BC: tl.constexpr):
+def unpool(dy_ptr, where_ptr, dx_ptr, TOTAL, H, W, HO, WO, C, BLOCK: tl.constexpr):
     """The gradient of `pool`'s input: every input pixel asks whether it was its window's winner."""
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
-    live = (m < M)[:, None] & (c < C)[None, :]
-    col, row, image = m % W, (m // W) % H, m // (W * H)
-    inside = live & ((col // 2 < WO) & (row // 2 < HO))[:, None]
-    window = (((image.to(tl.int64) * HO + row // 2) * WO + col // 2) * C)[:, None] + c[None, :]
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = at < TOTAL
+    c, p = at % C, at // C
+    col, row, image = p % W, (p // W) % H, p // (W * H)
+    inside = live & (col // 2 < WO) & (row // 2 < HO)
+    window = ((image.to(tl.int64) * HO + row // 2) * WO + col // 2) * C + c
     which = tl.load(where_ptr + window, mask=inside, other=4)
     dy = tl.load(dy_ptr + window, mask=inside, other=0.0).to(tl.float32)
-    dx = tl.where(which == ((row % 2) * 2 + col % 2)[:, None], dy, 0.0)
-    tl.store(dx_ptr + (m.to(tl.int64) * C)[:, None] + c[None, :], dx, mask=live)
+    tl.store(dx_ptr + at, tl.where(which == (row % 2) * 2 + col % 2, dy, 0.0), mask=live)
 
 
 @triton.jit

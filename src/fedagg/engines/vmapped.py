@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import torch
 from torch import Tensor
 from torch.func import functional_call, grad_and_value, vmap
 
 from fedagg.engines.base import Setting
+
+# Which of its operations torch runs one client at a time is no concern of the user's: the result is the same.
+warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet implemented the batching rule")
 
 
 class VmappedNetwork:
