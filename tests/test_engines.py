@@ -338,10 +338,15 @@ class Strange(nn.Module):
         super().__init__()
         self.what, self.conv, self.last = what, nn.Conv2d(3, 3, 3, padding=1), nn.Linear(3 * 64, 3)
         self.scale = nn.Parameter(torch.ones(1))
+        self.relu, self.over, self.same = nn.ReLU(), nn.ReLU(inplace=True), nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.conv(x)
-        if self.what == "twice":
+        y = self.relu(self.over(self.same(self.relu(self.conv(x)))))  # one layer more than once, one over what nobody else looks at
+        if self.what == "in place":
+            y = self.over(y) + y
+        elif self.what == "in place, other look":
+            y = self.over(self.same(y)) + y
+        elif self.what == "twice":
             y = self.conv(y)
         elif self.what == "by data":
             y = y if x.sum() > 0 else x
@@ -373,7 +378,9 @@ def test_a_network_is_read_as_it_trains() -> None:
     assert not module.drop.training
 
 
-@pytest.mark.parametrize("what", ["twice", "by data", "constant", "own weight", "other axis", "broadcast"])
+@pytest.mark.parametrize(
+    "what", ["in place", "in place, other look", "twice", "by data", "constant", "own weight", "other axis", "broadcast"]
+)
 def test_what_is_not_written_out_is_left_alone(what: str) -> None:
     assert traced(Strange("plain"), 3)
     assert not traced(Strange(what), 3)
@@ -518,7 +525,7 @@ def test_a_process_that_dies_ends_the_run_with_a_checkpoint(tmp_path: Path) -> N
     finally:
         process.kill()
     assert process.returncode != 0
-    assert "another process of the run is gone" in " ".join(errors.split())
+    assert "another process of the run is gone" in " ".join(errors.split()), errors
     saved = checkpoint.latest(out / "checkpoints")
     assert saved is not None
     assert saved.round > 0

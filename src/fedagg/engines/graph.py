@@ -63,6 +63,8 @@ def traced(module: nn.Module, axes: int) -> list[Node] | None:
         layer = layer_of(found, module)
         if sources is None or layer is None or not found.users or str(found.target) in names:
             return None
+        if getattr(layer, "inplace", False) and not lone(sources[0], module):
+            return None  # others would see what it makes of their input
         if layer.state_dict():
             names.add(str(found.target))  # used twice, its gradients would have to be added up
         node = Node(layer, str(found.target), [places[source] for source in sources])
@@ -74,6 +76,15 @@ def traced(module: nn.Module, axes: int) -> list[Node] | None:
         places[found] = node
         nodes.append(node)
     return None
+
+
+def lone(found: fx.Node, module: nn.Module) -> bool:
+    """Does one layer alone look at this value, or at what is only another look at the same memory?"""
+    while len(found.users) == 1:
+        if not isinstance(layer_of(found, module), nn.Identity | nn.Flatten | nn.Dropout):
+            return True
+        found = found.all_input_nodes[0]
+    return False
 
 
 def inputs(found: fx.Node) -> list[fx.Node] | None:
