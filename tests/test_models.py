@@ -343,7 +343,7 @@ def test_norm_is_ignored_where_there_is_none() -> None:
 
 @pytest.mark.parametrize(("numbers", "batch"), [(60_000, 10_000), (4_000_000, 268), (2**40, 1)])
 def test_deep_networks_are_evaluated_in_smaller_batches_on_a_gpu(numbers: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most 4 GiB of layers' outputs at a time: ten thousand images at once through a DenseNet-121 are 60."""
+    """At most 4 GiB of layers' outputs at a time: the whole test set at once through a deep network is tens."""
     monkeypatch.setattr(evaluate, "activations", lambda setting: numbers)
     setting = types.SimpleNamespace(device=torch.device("cuda"))
     assert evaluate.batch_size(setting) == batch  # type: ignore[arg-type]

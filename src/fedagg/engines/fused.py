@@ -223,6 +223,12 @@ class Whole:
     memory: Tensor | None = None
 
 
+def blank(x: Tensor, channels: int) -> Tensor:
+    """Memory for the images of x with so many channels."""
+    images, _, *sides = x.shape
+    return x.new_empty(images, *sides, channels).permute(0, 3, 1, 2)
+
+
 class Grow(Concatenate):
     """One of several concatenations in one piece of memory: only what is new is written. On the way back the gradient of all their
     channels stands in one piece, too, and every reader adds to its share."""
@@ -235,8 +241,7 @@ class Grow(Concatenate):
     def forward(self, *parts: Tensor) -> Tensor:
         self.channels = [part.shape[1] for part in parts]
         if self.first or self.whole.memory is None:
-            images, _, *sides = parts[0].shape
-            self.whole.memory = parts[0].new_empty(images, *sides, self.whole.width).permute(0, 3, 1, 2)
+            self.whole.memory = blank(parts[0], self.whole.width)
         at = 0 if self.first else self.channels[0]
         for part in parts if self.first else parts[1:]:
             self.whole.memory[:, at : at + part.shape[1]] = part
@@ -256,8 +261,7 @@ class Beside(Concatenate):
     def room(self, x: Tensor) -> Tensor:
         """Memory for all, made for the first that asks."""
         if self.memory is None:
-            images, _, *sides = x.shape
-            self.memory = x.new_empty(images, *sides, sum(self.channels)).permute(0, 3, 1, 2)
+            self.memory = blank(x, sum(self.channels))
         return self.memory
 
     def forward(self, *parts: Tensor) -> Tensor:
