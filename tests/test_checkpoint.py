@@ -11,8 +11,10 @@ import signal
 import subprocess
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,7 @@ def names(folder: Path) -> list[str]:
 def test_the_last_two_are_kept_and_come_back_as_they_were(tmp_path: Path) -> None:
     for done in (1, 2, 3, 4):
         checkpoint.save(tmp_path, made(done))
-    assert names(tmp_path) == [f"round-00000{n}.{kind}" for n in (3, 4) for kind in ("json", "safetensors")]
+    assert names(tmp_path) == [f"round-00000{n}.{kind}" for n in (3, 4) for kind in ("0.safetensors", "json")]
     found = checkpoint.latest(tmp_path)
     assert found is not None
     assert found.round == 4
@@ -71,9 +73,43 @@ def test_tensors_that_share_memory_are_saved(tmp_path: Path) -> None:
 
 def test_what_a_killed_process_left_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, made(1))
-    (tmp_path / "round-000002.safetensors").write_bytes(b"its JSON was never written")
+    for part in (0, 1):
+        (tmp_path / f"round-000002.{part}.safetensors").write_bytes(b"its JSON was never written")
     checkpoint.save(tmp_path, made(3))
-    assert "round-000002.safetensors" not in names(tmp_path)
+    assert not any(name.startswith("round-000002") for name in names(tmp_path))
+
+
+def test_parts_are_written_and_read_one_after_the_other(tmp_path: Path) -> None:
+    """What clients remember may be more than fits: of all parts before it, one at most is still there when a part is made."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def parts() -> Iterator[dict[str, torch.Tensor]]:
+        for number in range(3):
+            assert sum(ref() is not None for ref in alive) <= 1
+            rows = torch.full((2, 4), float(number))
+            alive.append(weakref.ref(rows))
+            yield {"rows": rows}
+            del rows
+
+    checkpoint.save(tmp_path, Checkpoint(7, {"w": torch.ones(1)}, {}, parts()))
+    assert names(tmp_path) == [f"round-000007.{part}.safetensors" for part in range(4)] + ["round-000007.json"]
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    assert set(found.tensors) == {"w"}
+    assert [int(part["rows"][0, 0]) for part in found.parts] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+@pytest.mark.parametrize("how", ["cut", "flipped", "gone"])
+def test_a_damaged_part_is_noticed(tmp_path: Path, part: int, how: str) -> None:
+    checkpoint.save(tmp_path, made(1))
+    checkpoint.save(tmp_path, replace(made(2), parts=[{"rows": torch.ones(9)}, {"rows": torch.ones(9)}]))
+    damage(tmp_path / f"round-000002.{part}.safetensors", how)
+    with pytest.warns(FedaggWarning, match=r"round-000002.json is damaged"):
+        found = checkpoint.latest(tmp_path)
+    assert found is not None
+    assert found.round == 1
+    assert names(tmp_path) == ["round-000001.0.safetensors", "round-000001.json"]
 
 
 def damage(path: Path, how: str) -> None:
@@ -90,7 +126,7 @@ def damage(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["cut", "empty", "flipped", "longer", "noise", "gone"])
-@pytest.mark.parametrize("suffix", [".json", ".safetensors"])
+@pytest.mark.parametrize("suffix", [".json", ".0.safetensors"])
 def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_used(tmp_path: Path, suffix: str, how: str) -> None:
     for done in (1, 2):
         checkpoint.save(tmp_path, made(done))
@@ -103,16 +139,13 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_used(tmp_path: Pa
     said = [str(w.message) for w in caught]
     assert said == [] if (suffix, how) == (".json", "gone") else "round-000002.json is damaged" in said[0]
     assert all("\n" not in text for text in said)
-    assert names(tmp_path) == [
-        "round-000001.json",
-        "round-000001.safetensors",
-    ]  # so that the run can write its own again
+    assert names(tmp_path) == ["round-000001.0.safetensors", "round-000001.json"]  # so that the run can write its own again
 
 
 def test_every_single_altered_byte_is_noticed(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, made(1))
     (path,) = checkpoint.saved(tmp_path)
-    for file in (path, path.with_suffix(".safetensors")):
+    for file in (path, path.with_suffix(".0.safetensors")):
         whole = file.read_bytes()
         for at in range(len(whole)):
             file.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
@@ -139,7 +172,7 @@ def begun(folder: Path, rounds: int = 5) -> Path:
 
 def test_a_run_with_a_damaged_checkpoint_goes_back_and_ends_the_same(tmp_path: Path, whole: Path) -> None:
     run = begun(tmp_path / "run")
-    damage(run / "checkpoints" / "round-000005.safetensors", "flipped")
+    damage(run / "checkpoints" / "round-000005.0.safetensors", "flipped")
     with pytest.warns(FedaggWarning, match="round-000005.json is damaged"):
         tiny.job(resume=run, algorithm="scaffold", checkpoint_every=2)
     assert tiny.same_run(run, whole)
@@ -155,12 +188,15 @@ def test_a_run_without_a_whole_checkpoint_starts_again_and_ends_the_same(tmp_pat
     assert tiny.same_run(run, whole)
 
 
-def reseal(path: Path, tensors: dict[str, Any] | None = None, **facts: Any) -> None:
+def reseal(path: Path, tensors: dict[str, Any] | None = None, part: int = 0, **facts: Any) -> None:
     """Alter a checkpoint and make its checksums right again: damage that only its meaning gives away."""
     found = checkpoint.load(path)
-    packed = save_tensors({name: t for name, t in {**found.tensors, **(tensors or {})}.items() if t is not None})
-    path.with_suffix(".safetensors").write_bytes(packed)
-    known = {**found.facts, "sha256": checkpoint.hashlib.sha256(packed).hexdigest(), **facts}
+    old = [found.tensors, *found.parts][part]
+    packed = save_tensors({name: t for name, t in {**old, **(tensors or {})}.items() if t is not None})
+    path.with_suffix(f".{part}.safetensors").write_bytes(packed)
+    sums = found.facts["sha256"]
+    sums[part] = checkpoint.hashlib.sha256(packed).hexdigest()
+    known = {**found.facts, **facts}
     path.write_text(json.dumps({**known, "self": checkpoint.seal(known)}))
 
 
@@ -171,8 +207,9 @@ def reseal(path: Path, tensors: dict[str, Any] | None = None, **facts: Any) -> N
         ({"w": None}, {}, "w is missing"),
         ({"state/c": torch.zeros(3)}, {}, "state/c"),
         ({"buffers": torch.zeros(17, dtype=torch.float64)}, {}, "buffers"),
-        ({"memory/ids": torch.tensor([77])}, {}, "remember"),
-        ({"memory/rows": torch.zeros(1, 1)}, {}, "remember"),
+        ({"ids": torch.tensor([77])}, {"part": 1}, "remember"),
+        ({"ids": None}, {"part": 1}, "remember"),
+        ({"rows": torch.zeros(1, 1)}, {"part": 1}, "remember"),
         ({}, {"metrics.jsonl": 10**9}, "shorter than its checkpoint says"),
         ({}, {"metrics.jsonl": 7}, "damaged"),
         ({}, {"identity": {"data": "another"}}, "data is not what the run began with"),
@@ -353,6 +390,35 @@ def test_a_folder_in_use_is_refused_and_given_free_at_the_end(tmp_path: Path) ->
         assert len(os.listdir("/proc/self/fd")) <= before
 
 
+def test_large_checkpoints_are_written_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round takes 20 s here and a checkpoint 10: the first comes after 60 s, the next when 200 more have passed."""
+    now, written = 0.0, []
+
+    class Clock:
+        @staticmethod
+        def perf_counter() -> float:
+            return now
+
+    def save(folder: Path, what: Checkpoint) -> None:
+        nonlocal now
+        now += 10
+        written.append(what.round)
+
+    class Slow:
+        def started(self, *_: Any) -> None: ...
+
+        def round_done(self, _: Any) -> None:
+            nonlocal now
+            now += 20
+
+        def finished(self, *_: Any) -> None: ...
+
+    monkeypatch.setattr("fedagg.federation.time", Clock)
+    monkeypatch.setattr(checkpoint, "save", save)
+    tiny.job(out=tmp_path / "run", rounds=27, epochs=1, callbacks=[Slow()])
+    assert written == [3, 14, 25, 27]
+
+
 # --- per-client memory ----------------------------------------------------------------------------------------------
 
 
@@ -368,6 +434,19 @@ def test_client_memory_forgets_what_was_not_valid_or_not_booked(disk: bool) -> N
     memory.keep([])
     memory.commit()
     assert memory.read([2]).tolist() == [[2, 2, 2]]
+
+
+@pytest.mark.parametrize("client_memory", ["ram", "disk"])
+def test_what_clients_remember_comes_back_from_many_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client_memory: str
+) -> None:
+    settings = {"algorithm": "scaffold", "client_memory": client_memory, "checkpoint_every": 2}
+    tiny.job(out=tmp_path / "whole", rounds=4, **settings)
+    monkeypatch.setattr("fedagg.federation.MEMORY_PART", 1)  # a client each
+    tiny.job(out=tmp_path / "run", rounds=2, **settings)
+    assert len(list((tmp_path / "run" / "checkpoints").glob("*.safetensors"))) > 3
+    tiny.job(resume=tmp_path / "run", rounds=4, **settings)
+    assert tiny.same_run(tmp_path / "run", tmp_path / "whole")
 
 
 def test_client_memory_on_disk_leaves_no_file_and_says_when_the_disk_is_full(

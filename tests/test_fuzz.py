@@ -363,8 +363,8 @@ def test_any_bytes_as_a_checkpoint(place: Path, tensors: bytes, facts: bytes | N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
         checkpoint.save(folder, Checkpoint(1, {"w": torch.zeros(1)}, {}))
-    known: dict[str, Any] = {"round": 2, "sha256": checkpoint.hashlib.sha256(tensors).hexdigest() if sealed else ""}
-    (folder / "round-000002.safetensors").write_bytes(tensors)
+    known: dict[str, Any] = {"round": 2, "sha256": [checkpoint.hashlib.sha256(tensors).hexdigest() if sealed else ""]}
+    (folder / "round-000002.0.safetensors").write_bytes(tensors)
     (folder / "round-000002.json").write_bytes(facts or json.dumps({**known, "self": checkpoint.seal(known)}).encode())
     with calm("checkpoints"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -384,11 +384,14 @@ JSON = st.recursive(
 )
 
 
+REMEMBERED = ("ids", "rows")  # the second file of a checkpoint holds these
+
+
 @cases("resumed")
 @given(
     st.dictionaries(st.sampled_from(["round", "metrics.jsonl", "clients.jsonl", "seconds", "identity", "other"]), JSON, max_size=3),
     st.dictionaries(
-        st.sampled_from(["w", "average", "state/c", "memory/ids", "memory/rows"]),
+        st.sampled_from(["w", "average", "state/c", *REMEMBERED]),
         st.sampled_from([None, (), (0,), (3,), (2, 83), (2, 2)]),
         max_size=2,
     ),
@@ -403,10 +406,15 @@ def test_resuming_from_anything(
     shutil.copytree(run, folder)
     path = checkpoint.saved(folder / "checkpoints")[-1]
     found = checkpoint.load(path)
-    changed = {name: None if shape is None else torch.zeros(shape) for name, shape in tensors.items()}
-    packed = save_tensors({name: t for name, t in {**found.tensors, **changed}.items() if t is not None})
-    path.with_suffix(".safetensors").write_bytes(packed)
-    known = {**found.facts, "sha256": checkpoint.hashlib.sha256(packed).hexdigest(), **facts}
+    sums = []
+    for part, old in enumerate([found.tensors, *found.parts]):
+        changed = {
+            name: None if shape is None else torch.zeros(shape) for name, shape in tensors.items() if part == (name in REMEMBERED)
+        }
+        packed = save_tensors({name: t for name, t in {**old, **changed}.items() if t is not None})
+        path.with_suffix(f".{part}.safetensors").write_bytes(packed)
+        sums.append(checkpoint.hashlib.sha256(packed).hexdigest())
+    known = {**found.facts, "sha256": sums, **facts}
     path.write_text(json.dumps({**known, "self": checkpoint.seal(known)}))
     if record is not None:
         (folder / "metrics.jsonl").write_bytes(record)

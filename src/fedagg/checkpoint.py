@@ -1,16 +1,18 @@
 """Everything a run needs to go on as if it had never stopped.
 
-A checkpoint is a safetensors file with every tensor and a JSON file with the rest, the first one's checksum included.
-The JSON file is moved into place last, so that what it describes is whole; the last two are kept, and a torn or
-altered one is passed over."""
+A checkpoint is a safetensors file with the server's tensors, more of them with what clients remember, and a JSON file
+with the rest, the others' checksums included. The JSON file is moved into place last, so that what it describes is
+whole; the last two are kept, and a torn or altered one is passed over."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import warnings
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +32,19 @@ class Checkpoint:
     round: int  # rounds done
     tensors: dict[str, Tensor]
     facts: dict[str, Any]  # record position, seconds, ...
+    parts: Iterable[dict[str, Tensor]] = ()  # more tensors than memory may hold at once: made, written and read in turn
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> None:
     files.folder(folder)
-    stem = folder / f"round-{checkpoint.round:06d}"
-    packed = save_tensors({name: t.detach().cpu().contiguous().clone() for name, t in checkpoint.tensors.items()})
-    files.write(stem.with_suffix(".safetensors"), packed)
-    facts = {**checkpoint.facts, "round": checkpoint.round, "sha256": hashlib.sha256(packed).hexdigest()}
+    stem, sums = f"round-{checkpoint.round:06d}", []
+    for part, tensors in enumerate(chain([checkpoint.tensors], checkpoint.parts)):
+        packed = save_tensors({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()})
+        files.write(folder / f"{stem}.{part}.safetensors", packed)
+        sums.append(hashlib.sha256(packed).hexdigest())
+    facts = {**checkpoint.facts, "round": checkpoint.round, "sha256": sums}
     facts["self"] = seal(facts)
-    files.write(stem.with_suffix(".json"), json.dumps(facts))
+    files.write(folder / f"{stem}.json", json.dumps(facts))
     forget(folder, keep=saved(folder)[-KEEP:])
 
 
@@ -64,15 +69,21 @@ def latest(folder: Path) -> Checkpoint | None:
 
 def load(path: Path) -> Checkpoint:
     facts = json.loads(path.read_text(encoding="utf-8"))
-    packed = path.with_suffix(".safetensors").read_bytes()
-    if facts.pop("self") != seal(facts) or hashlib.sha256(packed).hexdigest() != facts["sha256"]:
+    parts = [path.with_suffix(f".{part}.safetensors") for part in range(len(facts["sha256"]))]
+    if facts.pop("self") != seal(facts) or [checksum(part) for part in parts] != facts["sha256"]:
         raise ValueError("its checksum does not match")
     numbers = [facts[name] for name in ("round", "metrics.jsonl", "clients.jsonl") if name in facts or name == "round"]
     if any(type(number) is not int or number < 0 for number in numbers):
         raise ValueError("its numbers make no sense")
     if not isinstance(facts.get("identity", {}), dict) or not isinstance(facts.get("seconds", 0.0), int | float):
         raise ValueError("its facts make no sense")
-    return Checkpoint(facts["round"], load_tensors(packed), facts)
+    tensors = (load_tensors(part.read_bytes()) for part in parts)
+    return Checkpoint(facts["round"], next(tensors), facts, tensors)
+
+
+def checksum(path: Path) -> str:
+    with open(path, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def saved(folder: Path) -> list[Path]:
@@ -90,7 +101,7 @@ def forget(folder: Path, keep: list[Path]) -> None:
     stay = {path.stem for path in keep}
     for suffix in (".json", ".safetensors"):
         for path in folder.glob(f"round-*{suffix}"):
-            if path.stem not in stay:
+            if path.name.split(".")[0] not in stay:
                 with suppress(OSError):
                     path.unlink()
 

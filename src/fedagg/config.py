@@ -119,7 +119,9 @@ class Config(BaseModel):
 
     average: bool = Field(False, description="report the running average of the global models (for every method)")
     eval_every: int = Field(1, ge=1, description="evaluate every so many rounds")
-    checkpoint_every: int = Field(0, ge=0, description="rounds between checkpoints; 0 for one every 45 seconds")
+    checkpoint_every: int = Field(
+        0, ge=0, description="rounds between checkpoints; 0 for one every 45 seconds, or less often where they are large"
+    )
     client_memory: Literal["auto", "ram", "disk"] = Field("auto", description="where per-client vectors live")
     data_dir: str | None = Field(None, description="where data sets are (default FEDAGG_DATA, else the user's cache)")
 

@@ -8,7 +8,7 @@ import hashlib
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -33,6 +33,8 @@ from fedagg.memory import ClientMemory
 from fedagg.quantize import Downlink
 
 CHECKPOINT_SECONDS = 45.0
+CHECKPOINT_SHARE = 0.05  # of a run's time may go into checkpoints that nobody asked for by number
+MEMORY_PART = 256 << 20  # bytes of what clients remember that a checkpoint takes at a time
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -230,9 +232,9 @@ def run(
 
         def save() -> None:
             facts = {"seconds": before + time.perf_counter() - started, "identity": identity}
-            book.checkpoint(Checkpoint(done, settled.tensors | memorised(memory), facts))
+            book.checkpoint(Checkpoint(done, settled.tensors, facts, memorised(memory)))
 
-        started, saved, interrupted = time.perf_counter(), time.perf_counter(), False
+        started, saved, took, interrupted = time.perf_counter(), time.perf_counter(), 0.0, False
         try:
             algorithm.prepare(begin, participants, config.rounds)
             for t in range(done, config.rounds):
@@ -256,11 +258,15 @@ def run(
                     done, settled = t + 1, freeze(t + 1, now, average, algorithm, downlink)
                 for callback in callbacks:
                     callback.round_done(row)
-                passed = time.perf_counter() - saved
-                due = done % config.checkpoint_every == 0 if config.checkpoint_every else passed > CHECKPOINT_SECONDS
+                clock = time.perf_counter()
+                if config.checkpoint_every:
+                    due = done % config.checkpoint_every == 0
+                else:
+                    due = clock - saved > max(CHECKPOINT_SECONDS, took / CHECKPOINT_SHARE)
                 if due and done < config.rounds:
                     save()
                     saved = time.perf_counter()
+                    took = saved - clock
         except KeyboardInterrupt as stop:
             interrupted = True
             if str(stop):
@@ -447,22 +453,22 @@ def revive(saved: Checkpoint, algorithm: algorithms.Algorithm, downlink: Downlin
     return Model(t["w"].to(device), t["buffers"].to(device)), t["average"].to(device)
 
 
-def memorised(memory: ClientMemory | None) -> dict[str, Tensor]:
-    """What the clients remember, for a checkpoint."""
-    if memory is None or not memory.rows:
-        return {}
-    ids = sorted(memory.rows)
-    return {"memory/ids": torch.tensor(ids), "memory/rows": memory.read(ids)}
+def memorised(memory: ClientMemory | None) -> Iterator[dict[str, Tensor]]:
+    """What the clients remember, for a checkpoint; some clients at a time, for all of it may be more than memory holds."""
+    if memory is not None:
+        ids, some = sorted(memory.rows), max(1, MEMORY_PART // (4 * memory.d))
+        for at in range(0, len(ids), some):
+            yield {"ids": torch.tensor(ids[at : at + some]), "rows": memory.read(ids[at : at + some])}
 
 
 def recall(saved: Checkpoint, memory: ClientMemory, clients: int) -> None:
     """Back from `memorised`."""
-    ids = saved.tensors.get("memory/ids", torch.zeros(0))
-    rows = saved.tensors.get("memory/rows", torch.zeros(0, memory.d))
-    if ids.ndim != 1 or rows.shape != (len(ids), memory.d) or any(not 0 <= client < clients for client in ids.tolist()):
-        raise FedaggError(f"checkpoint: what its clients remember is not {memory.d} numbers for some of {clients} clients")
-    for client, row in zip(ids.tolist(), rows, strict=True):
-        memory.write(int(client), row)
+    for part in saved.parts:
+        ids, rows = part.get("ids", torch.zeros(0)), part.get("rows", torch.zeros(0))
+        if ids.ndim != 1 or rows.shape != (len(ids), memory.d) or any(not 0 <= client < clients for client in ids.tolist()):
+            raise FedaggError(f"checkpoint: what its clients remember is not {memory.d} numbers for some of {clients} clients")
+        for client, row in zip(ids.tolist(), rows, strict=True):
+            memory.write(int(client), row)
 
 
 def personal_accuracy(engine: engines.Engine, clients: Clients, fit: Work, model: Model, evaluator: Evaluator) -> float:
