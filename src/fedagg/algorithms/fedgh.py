@@ -10,7 +10,7 @@ import copy
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
-from torch.func import functional_call, grad
+from torch.func import functional_call, grad_and_value
 from torch.nn import functional
 
 from fedagg import models
@@ -59,17 +59,17 @@ class FedGH(Algorithm):
             output = functional_call(self.header, header, (features,))
             return (functional.cross_entropy(output, labels, reduction="none") * weights).sum()
 
-        rate, now = self.head_lr, float(loss(header))
-        self.loss_before = now
+        look = grad_and_value(loss)
+        rate, (slopes, now) = self.head_lr, look(header)
+        self.loss_before = float(now)
         for _ in range(self.head_steps):
-            slopes = grad(loss)(header)
             trial = {name: value - rate * slopes[name] for name, value in header.items()}
-            then = float(loss(trial))
+            ahead, then = look(trial)
             if then < now:
-                header, now = trial, then
+                header, slopes, now = trial, ahead, then
             else:  # representations may be of any size: a step that does not help is not taken, the next is shorter
                 rate /= 2
-        self.loss_after = now
+        self.loss_after = float(now)
         w = model.w + out.mean
         for name, view in self.views(w).items():
             view.copy_(header[name])
