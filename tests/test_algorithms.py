@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fedagg
+import tiny
 from fedagg import algorithms, models, seeding
 from fedagg.algorithms.fedagg import FedAgg, student
 from fedagg.algorithms.fedgh import FedGH
@@ -727,9 +728,50 @@ def test_fedagg_keeps_pace_and_rates_under_their_ceilings(settings: dict[str, An
 
 
 def test_fedagg_stands_still_where_there_is_nothing_to_learn() -> None:
-    """One class: every gradient is zero, nobody moves, and the pace has neither distance nor gradients to go by."""
+    """One class: every gradient is zero, nobody moves, and the pace, without distance or gradients to go by, stays where it began."""
     x, y = torch.ones(40, 3), torch.zeros(40, dtype=torch.int64)
     network = nn.Sequential(nn.Linear(3, 1))
     result = fedagg.run(data=fedagg.Dataset(x, y, x, y), model=network, clients=4, participation=1.0, rounds=3)
-    assert [row["pace"] for row in result.history] == [0.01, 0.0, 0.0]
+    assert [row["pace"] for row in result.history] == [0.01, 0.01, 0.01]
     assert all(torch.equal(a, b) for a, b in zip(result.model.parameters(), network.parameters(), strict=True))
+
+
+def test_fedagg_learns_with_a_probe_too() -> None:
+    """The probe gives a mean field before anybody has travelled: the first pace is the base rate's."""
+    runs = [fedagg.run(dataset="mnist-mini", estimator=kind, rounds=8, clients=20, lr=0.05) for kind in ("history", "probe")]
+    assert runs[1].history[0]["pace"] == pytest.approx(0.05)
+    assert runs[1].accuracy > runs[0].accuracy - 0.03
+
+
+def test_what_a_rehearsal_costs_is_in_the_record_and_its_gaps_are_those_of_the_round(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"variant": "paper", "passes": 3, "tolerance": 1e-9}
+    probe = tiny.job(estimator="probe", rounds=1, **given).history[0]
+    whole = tiny.job(estimator="pretrain", rounds=3, out=tmp_path / "whole", **given)
+    for name in ("passes", "samples", "bytes_up", "bytes_down"):
+        assert whole.history[0][name] == probe[name], name
+    assert whole.history[0]["epsilon1"] == probe["epsilon1"]
+    assert len({row["epsilon1"] for row in whole.history}) == 3
+    tiny.job(estimator="pretrain", rounds=3, out=tmp_path / "run", callbacks=[StopAfter(2)], **given)
+    tiny.job(estimator="pretrain", rounds=3, resume=tmp_path / "run", **given)
+    assert tiny.same_run(tmp_path / "run", tmp_path / "whole")
+
+
+class StopAfter:
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
+
+    def started(self, *_: Any) -> None: ...
+
+    def round_done(self, row: dict[str, Any]) -> None:
+        if row["round"] == self.rounds:
+            raise KeyboardInterrupt
+
+    def finished(self, *_: Any) -> None: ...
+
+
+def test_a_figure_of_an_earlier_round_is_not_repeated() -> None:
+    """Undone or empty rounds have none of their own."""
+    result = tiny.job(algorithm="fedgh", dropout_rate=0.8, rounds=8, participation=0.34)
+    empty = [row for row in result.history if row.get("unchanged")]
+    assert empty
+    assert not any("header_loss_after" in row for row in empty)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 import fedagg
 import tiny
-from fedagg import algorithms, federation
+from fedagg import algorithms, checkpoint, federation
+from fedagg import clients as clients_module
 from fedagg.algorithms.fedagg import FedAgg
 from fedagg.cli import show
 from fedagg.clients import Clients, NoClients
@@ -355,3 +356,76 @@ def test_accuracy_with_dropouts_and_corrupt_clients_is_within_two_points(algorit
     clean = accuracy()
     assert clean > 0.85
     assert accuracy(dropout_rate=0.3, corrupt_rate=0.1) > clean - 0.02
+
+
+# --- what the record says about them --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", tiny.ENGINES)
+def test_rates_are_those_of_the_epochs_that_were_made(engine: str) -> None:
+    result = tiny.job(algorithm="fedavg", epochs=3, rounds=4, straggler_rate=0.6, lr=0.1, engine=engine)
+    assert sum(row["stragglers"] for row in result.history) > 2
+    for row in result.history:
+        for name in ("rate_mean", "rate_min", "rate_max"):
+            assert all(rate == pytest.approx(0.1) or rate == 0.0 for rate in row[name])
+        assert row["rate_min"][0] == pytest.approx(0.1)
+    assert any(row["rate_min"][1] == pytest.approx(0.1) and row["stragglers"] for row in result.history)
+
+
+@pytest.mark.parametrize("engine", tiny.ENGINES)
+def test_where_a_straggler_stops_its_gradient_stays(monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    """Epochs that were not made are no gradients of zero, in the mean field or in the smoothness."""
+    seen: list[Chunk] = []
+    add = clients_module.Gathered.add
+    monkeypatch.setattr(clients_module.Gathered, "add", lambda self, chunk, *rest: (seen.append(chunk), add(self, chunk, *rest))[1])
+    tiny.job(variant="paper", estimator="history", epochs=3, rounds=2, straggler_rate=0.7, engine=engine)
+    short = [(chunk, row, job.epochs) for chunk in seen for row, job in enumerate(chunk.jobs) if job.epochs < 3]
+    assert len(short) > 1
+    for chunk, row, epochs in short:
+        assert chunk.gradients is not None
+        own = chunk.gradients[row]
+        assert own[epochs - 1].norm() > 0
+        assert all(torch.equal(own[later], own[epochs - 1]) for later in range(epochs, 3))
+
+
+@pytest.mark.parametrize("name", ["scaffold", "feddyn"])
+def test_what_a_hostile_client_remembers_is_its_own(tmp_path: Path, name: str) -> None:
+    """It lies to the server, not to itself."""
+
+    def remembered(folder: Path, **faults: Any) -> Tensor:
+        tiny.job(algorithm=name, rounds=1, participation=1.0, out=folder, **faults)
+        found = checkpoint.latest(folder / "checkpoints")
+        assert found is not None
+        return torch.cat([part["rows"] for part in found.parts])
+
+    honest, forged = remembered(tmp_path / "one"), remembered(tmp_path / "two", flip_rate=0.5, flip_scale=3.0)
+    assert torch.equal(honest, forged)
+    one, other = ((tmp_path / run / "model.safetensors").read_bytes() for run in ("one", "two"))
+    assert one != other
+
+
+def test_a_few_long_updates_do_not_rule_fedexp_under_a_robust_rule() -> None:
+    """Seven clients move by 1 everywhere and one by 6: the median of |Δ|² is that of the seven, so η_g is 1/2 and then 1."""
+
+    class Even(Scripted):
+        def run(self, *args: Any) -> Any:
+            for chunk in super().run(*args):
+                chunk.delta = torch.full((1, D), 6.0 if chunk.jobs[0].client == 7 else 1.0)
+                yield chunk
+
+    def moved(robust: str) -> float:
+        clients = federation_of(8, Faults(), engine=Even(), robust=robust)
+        algorithm = algorithms.build("fedexp", {})
+        return float(algorithm.round(clients.model, clients).w[0])
+
+    assert moved("median") == pytest.approx(1.0)
+    mean, length2 = 13 / 8, (7 + 36) / 8 * D
+    assert moved("mean") == pytest.approx(max(1.0, length2 / (2 * (D * mean**2 + 1e-3))) * mean, rel=1e-5)
+
+
+def test_fedagg_too_says_that_a_round_had_no_valid_client() -> None:
+    data = tiny.dataset()
+    wild = fedagg.Dataset(data.x_train * 1e30, data.y_train, data.x_test, data.y_test, classes=3)
+    with pytest.warns(UserWarning, match="not one client was valid"):
+        result = fedagg.run(data=wild, model=tiny.network(), rounds=3, clients=6, participation=0.5, batch_size=8, device="cpu")
+    assert all(row["unchanged"] for row in result.history)

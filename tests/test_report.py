@@ -120,6 +120,18 @@ def test_the_partition_is_the_runs_own(folder: Path) -> None:
     assert "Wasserstein" in split["text"]
 
 
+def test_the_partition_is_of_what_the_run_trained_on(tmp_path: Path) -> None:
+    fedagg.run(**{**SETTINGS, "rounds": 1}, validation=0.5, straggler_rate=0.5, out=tmp_path / "run")
+    found = content.gather([tmp_path / "run"]).trials
+    (split,) = charts.partitions(found)
+    assert sum(sum(label) for label in split["table"]) == 3000
+    drawn = charts.rates(runs.load(tmp_path / "run"))
+    first, second = drawn["tables"]
+    assert [None] not in first
+    assert 0 < second.count([None]) < 6  # stragglers made one epoch
+    assert drawn["bands"][1]["low"][0] > 0
+
+
 def test_the_page_needs_nothing_from_outside(html: str) -> None:
     for tag, attributes in Tags(html).tags:
         for name in ("src", "href", "action", "data", "poster"):

@@ -120,10 +120,10 @@ class Clients:
         self.left_out.update({client: "dropped out" for client in self.ids if self.faults.drops(self.t, client)})
         gathered = Gathered(self.robust, self.trim, getattr(self.engine, "team", None))
         for chunk in self.engine.run(model, work, jobs, self.memory):
-            self.faults.corrupt(self.t, chunk)
-            gathered.add(chunk, work, model)
             if self.memory is not None and self.remember is not None and work.memory:
                 self.memory.stage([job.client for job in chunk.jobs], self.remember(chunk, work))
+            self.faults.corrupt(self.t, chunk)  # on the way to the server: what a client remembers is its own
+            gathered.add(chunk, work, model)
         gathered.pool(jobs)
         if self.memory is not None and gathered.team is not None and work.memory:
             self.memory.share([job.client for job in gathered.jobs], gathered.team)

@@ -9,6 +9,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -239,11 +240,10 @@ def run(
             algorithm.prepare(begin, participants, config.rounds)
             for t in range(done, config.rounds):
                 clock = time.perf_counter()
-                clients, unchanged = participants(t), False
-                try:
+                clients, was, unchanged = participants(t), now, True
+                with suppress(NoClients):
                     now = algorithm.round(now, clients)
-                except NoClients:
-                    unchanged = True
+                    unchanged = clients.outcome is None and torch.equal(was.w, now.w)
                 average = average + min(1.0, 9.0 / (t + 9.0)) * (now.w - average)
                 row = describe(t, clients, algorithm)
                 if unchanged:
@@ -381,9 +381,11 @@ def describe(t: int, clients: Clients, algorithm: algorithms.Algorithm) -> dict[
     out = clients.outcome
     if out is not None:
         row["train_loss"] = float(out.theta @ out.loss)
-        row["rate_mean"], row["rate_min"], row["rate_max"] = (
-            stat.tolist() for stat in (out.rates.mean(0), out.rates.amin(0), out.rates.amax(0))
-        )
+        did = [clients.stragglers.get(client, clients.epochs) for client in out.clients]
+        for epoch, rates in enumerate(out.rates.T.tolist()):
+            made = [rate for rate, epochs in zip(rates, did, strict=True) if epoch < epochs] or [0.0]
+            for name, value in (("mean", sum(made) / len(made)), ("min", min(made)), ("max", max(made))):
+                row.setdefault(f"rate_{name}", []).append(value)
         row["drift"], row["drift_max"] = float(out.norm2.sqrt().mean()), float(out.norm2.sqrt().max())
     return row | {
         "passes": clients.passes,
@@ -394,7 +396,7 @@ def describe(t: int, clients: Clients, algorithm: algorithms.Algorithm) -> dict[
         "samples": clients.samples_seen,
         "bytes_up": clients.bytes_up,
         "bytes_down": clients.bytes_down,
-        **{name: value for name, value in algorithm.figures().items() if math.isfinite(value)},
+        **{name: value for name, value in (algorithm.figures() if out is not None else {}).items() if math.isfinite(value)},
     }
 
 

@@ -89,7 +89,7 @@ class Layout:
         """Write a vector (b,) into a module's buffers."""
         for name, value in self.statistics(vector):
             here = buffers[name]
-            value = value.to(here.device)
+            value = value.to(here.device) if here.is_floating_point() else value.to(here.device).round()
             here.copy_(torch.where(here.float() == value.float(), here, value))
 
 

@@ -79,7 +79,7 @@ class FedAgg(Algorithm):
 
     def reference(self) -> float:
         """η_ref, the pace of the federation: distance travelled over gradients met; the base rate at first."""
-        if not self.number("known") or self.pace == "base":
+        if not self.number("gradients2") or self.pace == "base":  # a probe gives a field before anybody has travelled
             return self.number("base")
         far = self.number("distance")
         if self.pace == "weighted":
@@ -110,6 +110,7 @@ class FedAgg(Algorithm):
         )
 
     def round(self, model: Model, clients: Clients) -> Model:
+        self.departure = math.nan
         try:
             if self.estimator == "probe":
                 self.learn(clients.train(self.plan(self.state["phi1"], clients)), clients)
@@ -170,7 +171,7 @@ class FedAgg(Algorithm):
         wide = student(len(out.clients)) * doubt(out)
         if self.blown_up(clients) > LOST_SHARE:
             return True
-        if not self.number("known"):
+        if not self.number("known") or math.isnan(usual):
             usual = loss
             self.state["first_loss"] = torch.tensor(loss, dtype=torch.float64)
         else:

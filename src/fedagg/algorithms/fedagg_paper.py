@@ -18,6 +18,8 @@ from fedagg.engines.base import Work
 from fedagg.flat import Layout, Model
 from fedagg.meanfield import MeanField, departure
 
+UNKNOWN = (float("inf"), float("inf"))  # how far two passes are apart before there are two
+
 
 @register("fedagg-paper")
 @dataclass
@@ -30,8 +32,7 @@ class FedAggPaper(Algorithm):
     cap: float = 1.0  # rates stay under cap/β_i, with β_i the client's own secant smoothness
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
-        self.epsilon = (float("nan"), float("nan"))
-        self.departure = float("nan")
+        self.epsilon, self.departure = UNKNOWN, float("nan")
 
     def prepare(self, model: Model, clients: Callable[[int], Clients], rounds: int) -> None:
         """`pretrain`: Algorithm 1 for every round of a rehearsal, before training proper."""
@@ -40,8 +41,9 @@ class FedAggPaper(Algorithm):
         phi1: list[Tensor] = []
         phi2: list[Tensor] = []
         betas: list[Tensor] = []
+        accounts: list[Tensor] = []
         for t in range(rounds):
-            now = replace(clients(t), model=model)
+            now, self.epsilon = replace(clients(t), model=model), UNKNOWN
             try:
                 out, field = self.estimate(now)
             except NoClients:  # nobody to learn from: the terms of the round before, and at first none, which is a rate of zero
@@ -53,6 +55,9 @@ class FedAggPaper(Algorithm):
                 model = model.moved(out.mean, out.buffers)
             phi1.append(field.phi1)
             phi2.append(field.phi2)
+            account = (now.passes, now.samples_seen, now.bytes_up, now.bytes_down, *self.epsilon)
+            accounts.append(torch.tensor(account, dtype=torch.float64))
+        self.state["rehearsed_account"] = torch.stack(accounts)
         self.state |= {"rehearsed1": torch.stack(phi1), "rehearsed2": torch.stack(phi2)}
         self.state["rehearsed_beta"] = torch.stack(betas)
 
@@ -96,7 +101,9 @@ class FedAggPaper(Algorithm):
         )
 
     def round(self, model: Model, clients: Clients) -> Model:
+        self.epsilon, self.departure = UNKNOWN, float("nan")
         if self.estimator == "pretrain":
+            self.charge(clients)
             field = MeanField(self.state["rehearsed1"][clients.t], self.state["rehearsed2"][clients.t])
             work = self.plan(field, self.state["rehearsed_beta"][clients.t], clients)
         elif self.estimator == "history":
@@ -109,6 +116,15 @@ class FedAggPaper(Algorithm):
             gram = (work.field.double() @ work.field.double().T).cpu()
             self.departure = departure(out.norm2, out.along, gram, out.rates)
         return self.update(model, out, clients)
+
+    def charge(self, clients: Clients) -> None:
+        """What the rehearsal of this round cost is part of what the round cost."""
+        passes, samples, up, down, *epsilon = self.state["rehearsed_account"][clients.t].tolist()
+        self.epsilon = (epsilon[0], epsilon[1])
+        clients.passes += int(passes)
+        clients.samples_seen += int(samples)
+        clients.bytes_up += int(up)
+        clients.bytes_down += int(down)
 
     def remembered(self, clients: Clients) -> Work:
         """`history` (Remark 1): the last round's terms, re-centred on the new w̄. The first round runs at the base rate."""

@@ -298,6 +298,9 @@ class Batched:
                     stage.mean.zero_()
                     path[:, epoch + 1 :] = (network.w - model.w)[:, None]
 
+        if gradients is not None and min(job.epochs for job in jobs) < local.epochs:  # where a straggler stops, it stays
+            last = torch.minimum(torch.arange(local.epochs, device=device), made[:, None] - 1)
+            gradients = gradients[torch.arange(n, device=device)[:, None], last]
         means, held = self.represent(work.represent, network, jobs) if work.represent else (None, None)
         return Chunk(
             jobs=jobs,

@@ -69,6 +69,8 @@ class Sequential:
                 steps += 1
             if path is not None:
                 path[epoch + 1 :] = space.w - model.w
+        if gradients is not None:
+            gradients[job.epochs :] = gradients[job.epochs - 1]  # where a straggler stops, it stays
 
         means, counts = self.represent(work.represent, job) if work.represent else (None, None)
         return Chunk(

@@ -71,8 +71,8 @@ def has_rates(run: Run) -> bool:
 
 
 def rates(run: Run) -> dict[str, Any]:
-    """Learning rates: one client × round table an epoch, empty where a client did not take part."""
-    rows = [row for row in run.clients if row.get("rates")]
+    """Learning rates: one client × round table an epoch, empty where a client did not take part, or not for so long."""
+    rows = [row | {"rates": made(row)} for row in run.clients if row.get("rates")]
     epochs = max(len(one) for row in rows for one in row["rates"])
     seen = sorted({client for row in rows for client in row["clients"]})
     shown = seen[:MOST_CLIENTS]
@@ -111,6 +111,12 @@ def band(rounds: Sequence[Sequence[float]]) -> dict[str, Column]:
     }
 
 
+def made(row: dict[str, Any]) -> list[list[float]]:
+    """The rates of the epochs that each client made: stragglers stop before the last."""
+    did = row.get("epochs", {})
+    return [own[: did.get(str(client))] for client, own in zip(row["clients"], row["rates"], strict=True)]
+
+
 def average(row: dict[str, Any]) -> float:
     values: list[float] = [rate for own in row["rates"] for rate in own]
     return sum(values) / len(values)
@@ -124,11 +130,12 @@ def partitions(trials: Sequence[Trial]) -> list[dict[str, Any]]:
     for trial in trials:
         c = trial.config
         sigma = c.sigma if c.partition.startswith("dirichlet") else None
-        key = (c.dataset, c.partition, sigma, c.shards if c.partition == "shards" else None, c.clients)
+        key = (c.dataset, c.partition, sigma, c.shards if c.partition == "shards" else None, c.clients, c.validation)
         if key in found or len(found) == MOST_MAPS:
             continue
         try:
             given = dataset(c.dataset, c.data_dir)
+            given = given.held_back(c.validation, c.seed) if c.validation else given
             counts = label_counts(given.y_train.numpy(), federation.deal(c, given), given.classes)
         except FedaggError:
             continue  # data or split given from Python, or not on this machine
