@@ -728,7 +728,7 @@ def test_fedagg_keeps_pace_and_rates_under_their_ceilings(settings: dict[str, An
 
 
 def test_fedagg_stands_still_where_there_is_nothing_to_learn() -> None:
-    """One class: every gradient is zero, nobody moves, and the pace, without distance or gradients to go by, stays where it began."""
+    """One class: every gradient is zero, nobody moves, and the pace has nothing to go by: it stays where it began."""
     x, y = torch.ones(40, 3), torch.zeros(40, dtype=torch.int64)
     network = nn.Sequential(nn.Linear(3, 1))
     result = fedagg.run(data=fedagg.Dataset(x, y, x, y), model=network, clients=4, participation=1.0, rounds=3)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fedagg
+import tiny
 from fedagg import engines
 from fedagg.config import Config
 from fedagg.engines.base import Local, Setting
@@ -371,3 +374,38 @@ def test_padding_stays_out_of_batch_statistics_where_a_module_draws() -> None:
     engine = engines.build("batched", setting, Config(model="custom"))
     assert isinstance(engine, Batched)
     assert engine.whole
+
+
+# --- what cannot be meant ---------------------------------------------------------------------------------------------
+
+
+def test_images_with_their_channels_last_are_not_shifted() -> None:
+    x, y = np.random.default_rng(0).random((12, 8, 8, 3), dtype=np.float32), np.arange(12) % 2
+    with pytest.raises(SettingError, match=r"channels, height, width.*transpose"):
+        fedagg.run(data=fedagg.Dataset(x, y, x, y), model="linear", clients=2, rounds=1, augment="crop")
+    turned = x.transpose(0, 3, 1, 2)
+    fedagg.run(data=fedagg.Dataset(turned, y, turned, y), model="linear", clients=2, rounds=1, augment="crop")
+
+
+def test_a_frozen_module_is_named_as_the_cause() -> None:
+    with pytest.raises(SettingError, match="has no trainable parameters"):
+        fedagg.run(data=tiny.dataset(), model=tiny.network().requires_grad_(False), clients=2, rounds=1)
+
+
+def test_labels_of_another_kind_are_not_taken_for_classes() -> None:
+    x, y = np.zeros((3, 2), dtype=np.float32), np.array([0, 1, 2_000_000_000])
+    with pytest.raises(SettingError, match=r"2000000000.*np.unique"):
+        fedagg.Dataset(x, y, x, y)
+
+
+def test_a_run_goes_on_in_its_own_folder(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="leave out away"):
+        tiny.job(resume=tmp_path / "one", out=tmp_path / "two")
+
+
+def test_a_result_without_figures_is_still_json(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="the loss of the model is not finite"):
+        blown = tiny.job(algorithm="fedadam", server_lr=1e300, rounds=1, out=tmp_path / "run")
+    assert blown.summary()["loss"] is None
+    json.dumps(blown.summary(), allow_nan=False)
+    assert "NaN" not in (tmp_path / "run" / "result.json").read_text(encoding="utf-8")

@@ -77,6 +77,15 @@ def indices(parts: Sequence[Any], data: Dataset) -> Sequence[Any]:
     return checked
 
 
+def images(augment: str, data: Dataset) -> None:
+    """Can samples be shifted and mirrored?"""
+    if len(data.shape) != 3:
+        raise SettingError("augment", augment, f"needs images; samples of {data.name} have the shape {data.shape}")
+    if data.shape[2] <= 4 < data.shape[0]:
+        words = f"images are (channels, height, width), and these are {data.shape}; give x.transpose(0, 3, 1, 2)"
+        raise SettingError("augment", augment, words)
+
+
 def try_out(config: Config, module: nn.Module, loss: Loss, data: Dataset, parts: Sequence[Any], device: torch.device) -> None:
     """The first mini-batch of all: what does not fit together is said here, in one line, and not by whoever meets it first."""
 
@@ -87,6 +96,8 @@ def try_out(config: Config, module: nn.Module, loss: Loss, data: Dataset, parts:
         raise wrong("has layers that do not know their sizes yet: run a batch through it first")
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
         raise wrong("is scripted; give the module that it was made from")
+    if not any(p.requires_grad for p in module.parameters()):
+        raise wrong("has no trainable parameters")
     x, y = data.x_train[:2].to(device), data.y_train[:2].to(device)
     probe = copy.deepcopy(module).to(device).train()
     with seeding.seeded_global(0, device):

@@ -107,7 +107,7 @@ class Config(BaseModel):
     device: str = Field("auto", description="auto, cpu, cuda, cuda:0, ...")
     precision: Literal["tf32", "fp32", "bf16"] = Field("tf32", description="arithmetic of matrix products on a GPU")
     chunk: int = Field(0, ge=0, description="clients trained together; 0 chooses from the free memory")
-    threads: int = Field(0, ge=0, description="processor threads; 0 leaves torch's own choice")
+    threads: int = Field(0, ge=0, le=4096, description="processor threads; 0 leaves torch's own choice")
 
     robust: str = Field("mean", description="how updates are combined: mean, clip, median, trimmed")
     trim: float = Field(0.2, ge=0, lt=0.5, description="share cut off at either end by the trimmed mean")

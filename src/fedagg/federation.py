@@ -78,14 +78,19 @@ class Result:
             "seed": c.seed,
             **({"validation": c.validation} if c.validation else {}),
             "rounds": len(self.history),
-            "accuracy": self.accuracy,
-            "best_accuracy": self.best_accuracy,
-            "loss": self.loss,
+            "accuracy": finite(self.accuracy),
+            "best_accuracy": finite(self.best_accuracy),
+            "loss": finite(self.loss),
             "seconds": round(self.seconds, 3),
             "run": str(self.run) if self.run else None,
             **({"interrupted": True} if self.interrupted else {}),
             **self.figures,
         }
+
+
+def finite(value: float) -> float | None:
+    """JSON has no infinity, and nothing that is not a number."""
+    return value if math.isfinite(value) else None
 
 
 def guarded(function: Callable[P, R]) -> Callable[P, R]:
@@ -139,6 +144,8 @@ def run(
         callbacks: watch the run.
         wrap: put an engine of yours around the run's own, to see (or change) what every client does.
     """
+    if resume is not None and out is not None:
+        raise SettingError("out", str(out), f"a run goes on in its own folder, {resume}; leave out away")
     if isinstance(model, str):
         settings["model"], model = model, None
     config = checks.agreed(config, checks.given(data, model, parts), preset, settings)
@@ -151,14 +158,12 @@ def run(
         raise SettingError("validation", config.validation, "parts name samples of the whole training set; give one of the two")
     data = data.held_back(config.validation, config.seed) if config.validation else data
     data = data.normalized() if config.normalize else data
-    if config.augment != "none" and len(data.shape) != 3:
-        raise SettingError("augment", config.augment, f"needs images; samples of {data.name} have the shape {data.shape}")
+    if config.augment != "none":
+        checks.images(config.augment, data)
     parts = checks.indices(parts, data) if parts is not None else deal(config, data)
     module = copy.deepcopy(model) if model is not None else build_model(config, data)
     checks.try_out(config, module, loss, data, parts, device)
     layout, finished = Layout(module), copy.deepcopy(module)
-    if layout.d == 0:
-        raise SettingError("model", config.model, "has no trainable parameters")
 
     local = client_options(config)
     setting = Setting(module, data.x_train, data.y_train, data.classes, local, device, loss)
@@ -282,12 +287,15 @@ def run(
             words = f"not one client was valid in any round ({', '.join(sorted(causes))}): the model is as it was"
             warnings.warn(words, stacklevel=2)
 
+        scored = [row for row in book.history if "accuracy" in row]
+        if scored and not math.isfinite(scored[-1]["loss"]):
+            warnings.warn("the loss of the model is not finite: lower lr, or server_lr where the method has one", stacklevel=2)
+
         figures: dict[str, float] = {}
         fit = algorithm.personalised()
         if fit is not None and not interrupted:
             personal = personal_accuracy(engine, participants(config.rounds), fit, now, evaluator)
             figures |= {"personal_accuracy": personal} if math.isfinite(personal) else {}
-        scored = [row for row in book.history if "accuracy" in row]
         result = Result(
             config=config,
             history=book.history,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ import fedagg
 from fedagg import data, files, plots, record, runs
 from fedagg.cli.options import with_settings
 from fedagg.cli.partition import trained
-from fedagg.cli.show import Live, err, out, results_table
+from fedagg.cli.show import Live, err, out, results_table, task
 from fedagg.config import Config, make, read, resolve
 from fedagg.data import Dataset
 from fedagg.errors import SettingError
@@ -58,8 +59,7 @@ def compare(
         raise
     if results[-1].interrupted:
         hint(folder, out_dir)
-    c = configs[0]
-    title = f"{c.dataset}, {c.model}, {c.partition}, {c.clients} clients, {100 * c.participation:g} % a round, seed {c.seed}"
+    title = task(configs[0])
     picture = plots.accuracy_curves({r.config.method: r.history for r in results}, folder / "accuracy.png", title)
     if as_json:
         sys.stdout.write(json.dumps({"runs": [r.summary() for r in results], "plot": str(picture)}) + "\n")
@@ -138,7 +138,8 @@ def finished(folder: Path, given: Dataset) -> Result | None:
     if not facts.get("rounds") == len(run.history) == run.config.rounds:  # it was gone on with afterwards, for more rounds
         return None
     model = trained(build_model(run.config, given), folder / "model.safetensors")
-    numbers = {key: facts[key] for key in ("accuracy", "best_accuracy", "loss", "seconds")}
+    figures = ("accuracy", "best_accuracy", "loss", "seconds")
+    numbers: dict[str, Any] = {key: math.nan if facts[key] is None else facts[key] for key in figures}
     result = Result(config=run.config, history=run.history, model=model, run=folder, **numbers)
     return replace(result, figures={key: value for key, value in facts.items() if key not in result.summary()})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from rich.console import Console
@@ -51,6 +52,12 @@ class Live:
             self.progress.stop()
 
 
+def task(c: Config) -> str:
+    """What a run's figures are about, in a line."""
+    held = f", on {100 * c.validation:g} % of the training data, held back" if c.validation else ""
+    return f"{c.dataset}, {c.model}, {c.partition}, {c.clients} clients, {100 * c.participation:g} % a round, seed {c.seed}{held}"
+
+
 def results_table(results: list[Result], title: str) -> Table:
     """One row a run: accuracy, local work, bytes, time; the best accuracy in bold."""
     table = Table(title=title, title_justify="left")
@@ -59,14 +66,19 @@ def results_table(results: list[Result], title: str) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     best = max((r.accuracy for r in results), default=0.0)
     for r in results:
-        accuracy = f"{100 * r.accuracy:.2f} %"
+        accuracy = percent(r.accuracy)
         table.add_row(
             r.config.method,
             f"[bold green]{accuracy}[/]" if r.accuracy == best else accuracy,
-            f"{100 * r.best_accuracy:.2f} %",
-            f"{r.loss:.4f}",
+            percent(r.best_accuracy),
+            f"{r.loss:.4f}" if r.history else "-",
             str(sum(row["passes"] for row in r.history)),
             f"{sum(row['bytes_up'] + row['bytes_down'] for row in r.history) / 1e6:.1f}",
             f"{r.seconds:.1f}",
         )
     return table
+
+
+def percent(share: float) -> str:
+    """Before the first round there is none."""
+    return f"{100 * share:.2f} %" if math.isfinite(share) else "-"

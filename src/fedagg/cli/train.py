@@ -15,7 +15,7 @@ import fedagg
 from fedagg import trackers
 from fedagg.cli import given as from_python
 from fedagg.cli.options import with_settings
-from fedagg.cli.show import Live, err, out, results_table
+from fedagg.cli.show import Live, err, out, results_table, task
 from fedagg.config import Config, make, read, resolve
 from fedagg.errors import SettingError
 from fedagg.federation import Result
@@ -59,8 +59,10 @@ def resumed(folder: Path, file: Path | None, settings: dict[str, Any]) -> Config
     """The settings of the run to go on with, and those given beside --resume on top."""
     if not (folder / "config.toml").exists():
         raise SettingError("resume", str(folder), "is not a run folder: it has no config.toml")
-    given = {k: v for k, v in settings.items() if v is not None and k != "preset"}
-    config = make({**read(folder / "config.toml"), **(read(file) if file else {}), **given})
+    given = {**(read(file) if file else {}), **{k: v for k, v in settings.items() if v is not None}}
+    if "preset" in given:
+        raise SettingError("preset", given["preset"], "a run goes on with its own settings; leave the preset away")
+    config = make({**read(folder / "config.toml"), **given})
     from_python.refuse(config, "resume", folder, "fedagg.run(resume={folder!r}, {given}) and the run's settings")
     return config
 
@@ -78,9 +80,7 @@ def tell(result: Result, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(result.summary()) + "\n")
         return
-    c = result.config
-    title = f"{c.dataset}, {c.model}, {c.partition}, {c.clients} clients, {100 * c.participation:g} % a round, seed {c.seed}"
-    out.print(results_table([result], title))
+    out.print(results_table([result], task(result.config)))
     for name, value in result.figures.items():
         out.print(f"{name.replace('_', ' ')}: {100 * value:.2f} %")
     if result.interrupted:

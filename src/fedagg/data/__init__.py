@@ -18,6 +18,9 @@ __all__ = ["Dataset", "fetch", "load", "names", "verify", "where"]
 Array = torch.Tensor | np.ndarray[Any, Any]
 
 
+MOST_CLASSES = 1_000_000  # labels beyond this are names or numbers of another kind
+
+
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class Dataset:
     """Training and test samples, checked once here so that training never meets a wrong one.
@@ -59,6 +62,9 @@ class Dataset:
             raise SettingError("x_test", tuple(found), f"samples must have the shape of x_train's, {tuple(shape)}")
         if classes is None:
             classes = 1 + int(max(tensors["y_train"].max(), tensors["y_test"].max()))
+            if classes > MOST_CLASSES:
+                fix = f"would make {classes} classes; number labels anew (np.unique(y, return_inverse=True)), or give classes"
+                raise SettingError("labels", classes - 1, fix)
         elif isinstance(classes, bool) or not isinstance(classes, int | np.integer) or classes < 1:
             raise SettingError("classes", classes, "must be a whole number from 1 up, or None to count the labels")
         for key in ("y_train", "y_test"):
