@@ -215,7 +215,8 @@ def test_plot_takes_folders_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert call("run", *TINY, "--quiet", "--out", "r") == 0
     assert call("plot", "c", "r", "--format", "svg") == 0
     drawn = Path("figures/runs.svg").read_text()
-    assert "<!-- fedagg seed 0 -->" in drawn
+    assert "<!-- fedagg seed 0 (fedagg) -->" in drawn
+    assert "<!-- fedagg seed 0 (r) -->" in drawn
     assert "<!-- fedavg seed 0 -->" in drawn
     Path("empty").mkdir()
     capsys.readouterr()
@@ -229,6 +230,24 @@ def test_plot_takes_folders_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert f"what = {wrong!r}" in told
         assert words in told
     assert not Path("other").exists()
+
+
+def test_a_run_without_a_finished_round_is_no_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("begun").mkdir()
+    Path("begun/config.toml").write_text(Config().toml())
+    assert call("report", "begun", "-o", "r.html") == 2
+    told = capsys.readouterr().err
+    assert "what = 'begun': has no finished round yet" in told
+    assert call("plot", "begun", "-o", "pictures") == 2
+    assert capsys.readouterr().err == told
+    assert not Path("pictures").exists()
+    assert call("run", *TINY, "--quiet", "--out", "r") == 0
+    assert call("plot", "r", "begun", "--format", "svg") == 0
+    assert "nothing to draw yet" in capsys.readouterr().err
+    assert Path("figures/runs.svg").read_text().count(" seed 0 -->") == 1
 
 
 def test_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import fedagg
 from fedagg import plots, runs
 from fedagg.cli import main
 from fedagg.config import Config
+from fedagg.engines.base import cross_entropy
 from fedagg.errors import FedaggError, SettingError
 from fedagg.report import charts, content, page, tables
 from fedagg.reproduce.results import Store
@@ -59,6 +63,16 @@ class Tags(HTMLParser):
             self.text.setdefault(self.inside[-1], []).append(data)
 
 
+def cut_short(whole: Path, folder: Path, rounds: int) -> None:
+    """The run as it was after some rounds."""
+    folder.mkdir()
+    for name in ("config.toml", "environment.json"):
+        (folder / name).write_text((whole / name).read_text())
+    for name in ("metrics.jsonl", "clients.jsonl"):
+        lines = (whole / name).read_text().splitlines(keepends=True)
+        (folder / name).write_text("".join(lines[:rounds]) + lines[rounds][:20])
+
+
 def data_of(html: str) -> dict[str, Any]:
     start = html.index('id="data">') + len('id="data">')
     found: dict[str, Any] = json.loads(html[start : html.index("</script>", start)])
@@ -93,6 +107,114 @@ def test_runs_that_differ_in_a_setting_are_told_apart(tmp_path: Path) -> None:
         fedagg.run(config, out=tmp_path / f"a{alpha}")
     (group,) = content.gather([tmp_path]).groups
     assert set(group.series) == {"FedAgg alpha 0.1", "FedAgg alpha 0.5"}
+
+
+def test_an_unfinished_run_is_not_averaged_with_finished_ones(folder: Path, tmp_path: Path) -> None:
+    cut_short(folder / "fedagg-1", tmp_path / "stopped", 2)
+    made = content.gather([folder / "fedagg-0", tmp_path / "stopped"])
+    (group,) = made.groups
+    assert {name: len(one.trials) for name, one in group.series.items()} == {"FedAgg": 1, "FedAgg (2 of 3 rounds)": 1}
+    whole, part = (runs.load(where).history for where in (folder / "fedagg-0", tmp_path / "stopped"))
+    text = Tags(tables.results(made)).text
+    assert f"{100 * whole[-1]['accuracy']:.2f}" in text["strong"]
+    assert f"{100 * part[-1]['accuracy']:.2f}" in text["td"]  # not bold: it is at no end
+    assert "unfinished runs" in text["span"][0]
+
+
+def test_different_tasks_are_different_settings(tmp_path: Path) -> None:
+    for number, more in enumerate(({}, {"shards": 10}, {"validation": 0.3}, {"normalize": True})):
+        fedagg.run(Config(**SETTINGS | {"rounds": 1}, engine="sequential", **more), out=tmp_path / str(number))
+    made = content.gather([tmp_path])
+    common = "mnist-mini, linear, shards {}, 50 % of 12 clients, 1 rounds"
+    assert [group.name for group in made.groups] == [
+        common.format(2),
+        common.format(10),
+        f"{common.format(2)}, scored on 30 % of the training data held back",
+        f"{common.format(2)}, inputs standardised",
+    ]
+    drawn = charts.build(made)
+    assert [one["name"] for one in drawn["rates"]] == [
+        "fedagg shards 2 seed 0",
+        "fedagg shards 10 seed 0",
+        "fedagg shards 2 scored on 30 % of the training data held back seed 0",
+        "fedagg shards 2 inputs standardised seed 0",
+    ]
+    assert len({one["name"] for one in drawn["partitions"]}) == len(drawn["partitions"]) == 3
+
+
+def test_what_was_given_from_python_is_told_apart(tmp_path: Path) -> None:
+    def run(name: str, scale: float, seed: int) -> None:
+        x, y = scale * torch.arange(80.0).reshape(40, 2), torch.arange(40) % 2
+        own = fedagg.Dataset(x, y, x, y, classes=2)
+        settings = {"clients": 4, "participation": 1.0, "rounds": 1, "epochs": 1, "engine": "sequential"}
+        fedagg.run(data=own, model=nn.Linear(2, 2), seed=seed, out=tmp_path / name, **settings)
+
+    for name, scale, seed in (("a0", 1.0, 0), ("a1", 1.0, 1), ("b0", 2.0, 0), ("lost", 1.0, 2)):
+        run(name, scale, seed)
+    (tmp_path / "a1" / "checkpoints" / "round-000002.json").write_text("{")  # a torn one is passed over
+    (group,) = content.gather([tmp_path / "a0", tmp_path / "a1"]).groups
+    assert group.name == "custom, custom, iid, 100 % of 4 clients, 1 rounds"
+    for path in (tmp_path / "lost" / "checkpoints").iterdir():
+        path.unlink()
+    groups = content.gather([tmp_path]).groups
+    assert [each.name for each in groups] == [f"{group.name}, as in {name}" for name in ("a0", "b0", "lost")]
+    assert [len(each.series["FedAgg"].trials) for each in groups] == [2, 1, 1]
+
+
+def test_a_loss_of_ones_own_is_a_setting_of_its_own(folder: Path, tmp_path: Path) -> None:
+    config = Config(algorithm="fedavg", engine="sequential", **SETTINGS)
+    fedagg.run(config, loss=lambda output, target: 2 * cross_entropy(output, target), out=tmp_path / "doubled")
+    first, second = content.gather([folder / "fedavg-0", tmp_path / "doubled"]).groups
+    assert second.name == f"{first.name}, as in doubled"
+
+
+def test_no_run_vanishes_without_a_word(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "fedagg-0", tmp_path / "again")
+    (tmp_path / "begun").mkdir()
+    shutil.copy(folder / "fedavg-0" / "config.toml", tmp_path / "begun")
+    made = content.gather([folder, folder / "fedagg-0", tmp_path])  # a folder that is named twice is one run
+    assert len(made.trials) == 4
+    assert [len(one.trials) for one in made.groups[0].series.values()] == [2, 1]
+    told = [
+        "Not shown, for want of a finished round: fedavg seed 0 (begun).",
+        "Left out of means and curves, as repeats of runs with the same settings and seed: fedagg seed 0 (again).",
+    ]
+    assert made.notes == told
+    assert set(told) < set(Tags(page.build(made)).text["p"])
+
+
+def test_runs_are_named_by_what_differs(tmp_path: Path) -> None:
+    def name_all(*configs: Config) -> list[str]:
+        made = [runs.Run("", tmp_path / str(n) / "run", config, [], [], {}, {}) for n, config in enumerate(configs)]
+        return runs.names(made)
+
+    agg, avg = Config(), Config(algorithm="fedavg", lr=0.1)
+    assert name_all(agg, avg) == ["fedagg seed 0", "fedavg seed 0"]
+    assert name_all(agg, agg.changed(lr=0.1), avg) == ["fedagg lr 0.01 seed 0", "fedagg lr 0.1 seed 0", "fedavg seed 0"]
+    apart = avg.changed(partition="dirichlet", sigma=0.3, seed=1)
+    assert name_all(agg, apart) == ["fedagg iid seed 0", "fedavg dirichlet 0.3 seed 1"]
+    assert name_all(agg, avg, agg) == ["fedagg seed 0 (0/run)", "fedavg seed 0", "fedagg seed 0 (2/run)"]
+    assert name_all() == []
+
+
+def test_a_curve_of_one_point_can_be_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(plots, "save", lambda figure, path: drawn.append(figure) or path)
+    plots.accuracy_curves({"a": [{"round": 1, "accuracy": 0.5}]}, tmp_path / "a.png", "")
+    lines = [plots.Series("one", [1, 2], [0.5, float("nan")]), plots.Series("two", [1, 2], [0.5, 0.6])]
+    plots.panels([[plots.Panel("", "", "", lines)]], [tmp_path / "b.png"], "")
+    marks = [line.get_marker() for figure in drawn for line in figure.axes[0].lines]
+    assert marks == ["o", "o", ""]
+
+
+def test_a_legend_of_long_names_fits_the_picture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(plots, "save", lambda figure, path: drawn.append(figure) or path)
+    lines = [plots.Series(f"fedagg dirichlet 0.3 inputs standardised lr {n} seed 0", [1], [n], index=n) for n in range(5)]
+    plots.panels([[plots.Panel("", "", "", lines)]], [tmp_path / "a.png"], "")
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    assert 0 < figure.legends[0].get_window_extent().width < figure.bbox.width
 
 
 def test_learning_rates_by_client_epoch_and_round(folder: Path) -> None:
@@ -188,12 +310,7 @@ def test_names_cannot_break_out_of_the_page(folder: Path, tmp_path: Path) -> Non
 
 def test_a_run_that_is_still_going(folder: Path, tmp_path: Path) -> None:
     going = tmp_path / "going"
-    going.mkdir()
-    for name in ("config.toml", "environment.json"):
-        (going / name).write_text((folder / "fedagg-0" / name).read_text())
-    for name in ("metrics.jsonl", "clients.jsonl"):
-        lines = (folder / "fedagg-0" / name).read_text().splitlines(keepends=True)
-        (going / name).write_text("".join(lines[:2]) + lines[2][:20])
+    cut_short(folder / "fedagg-0", going, 2)
     run = runs.load(going)
     assert len(run.history) == len(run.clients) == 2
     assert data_of(page.build(content.gather([going])))["rates"][0]["rounds"] == [1, 2]

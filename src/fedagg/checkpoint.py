@@ -81,6 +81,15 @@ def load(path: Path) -> Checkpoint:
     return Checkpoint(facts["round"], next(tensors), facts, tensors)
 
 
+def identity(folder: Path) -> dict[str, str]:
+    """What the run was given, by the newest checkpoint that can be read. Only a look: nothing is checked or removed, for the
+    run may be going on."""
+    for path in reversed(saved(folder)):
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            return dict(json.loads(path.read_text(encoding="utf-8"))["identity"])
+    return {}
+
+
 def checksum(path: Path) -> str:
     with open(path, "rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()

@@ -16,6 +16,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; line styles help in print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
@@ -61,6 +62,13 @@ def line_style(index: int) -> dict[str, Any]:
     return {"color": COLOURS[index % len(COLOURS)], "linestyle": STYLES[index // len(COLOURS) % len(STYLES)]}
 
 
+def draw_line(axes: Axes, x: Sequence[float], y: Sequence[float], name: str, width: float, index: int) -> Line2D:
+    """A point alone gets a dot: a line to nowhere cannot be seen."""
+    alone = int(np.isfinite(np.asarray(y, dtype=float)).sum()) == 1
+    (line,) = axes.plot(x, y, label=name, linewidth=width, marker="o" if alone else "", **line_style(index))
+    return line
+
+
 def accuracy_curves(histories: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, title: str) -> Path:
     """Test accuracy against rounds, one line a method, best at the end on top of the legend."""
     figure, axes = canvas(1, 1, (7.5, 4.6))
@@ -70,8 +78,7 @@ def accuracy_curves(histories: Mapping[str, Sequence[Mapping[str, Any]]], path: 
         rounds, accuracy = [row["round"] for row in scored], [100 * row["accuracy"] for row in scored]
         last = accuracy[-1] if accuracy else float("nan")
         width = 2.6 if name == "fedagg" else 1.7
-        (line,) = axes[0][0].plot(rounds, accuracy, label=f"{name}  {last:.2f} %", linewidth=width, **line_style(index))
-        ends.append((last, line))
+        ends.append((last, draw_line(axes[0][0], rounds, accuracy, f"{name}  {last:.2f} %", width, index)))
     axes[0][0].set(xlabel="round", ylabel="test accuracy (%)")
     axes[0][0].set_title(title, loc="left", fontsize=10)
     tidy(axes[0][0])
@@ -90,7 +97,7 @@ def panels(grid: Sequence[Sequence[Panel]], paths: Sequence[Path], title: str) -
         for each, panel in zip(axes_row, row, strict=False):
             for line in panel.series:
                 width = 2.4 if line.strong else 1.4
-                (drawn,) = each.plot(line.x, line.y, label=line.name, linewidth=width, **line_style(line.index))
+                drawn = draw_line(each, line.x, line.y, line.name, width, line.index)
                 handles.setdefault(line.name, drawn)
                 if line.spread is not None:
                     y, spread = np.asarray(line.y, dtype=float), np.asarray(line.spread, dtype=float)
@@ -174,7 +181,8 @@ def tidy(axes: Axes) -> None:
 def finish(figure: Figure, handles: Mapping[str, Any], title: str, paths: Sequence[Path]) -> list[Path]:
     figure.suptitle(title, fontsize=12)
     if handles:
-        columns = min(len(handles), max(3, int(figure.get_figwidth() // 1.6)))
+        inches = max(1.6, 0.7 + 0.07 * max(map(len, handles)))  # of an entry: the legend must not be wider than the picture
+        columns = min(len(handles), max(1, int(figure.get_figwidth() // inches)))
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns, frameon=False)
     return [save(figure, path) for path in paths]
 

@@ -1,15 +1,24 @@
-"""Reading run folders back: what `record` wrote, for reports and pictures."""
+"""Reading run folders back: what `record` wrote, for reports and pictures; and what to call the runs there."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fedagg import config
 from fedagg.config import Config
 from fedagg.errors import FedaggError, SettingError
+
+# What `task` says or every name has, and what has no bearing on the outcome.
+TOLD = {
+    *("dataset", "model", "partition", "sigma", "shards", "participation", "clients", "rounds", "normalize", "validation"),
+    *("seed", "algorithm", "variant"),
+}
+UNTOLD = {"device", "engine", "threads", "chunk", "data_dir", "checkpoint_every", "client_memory", "eval_every"}
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,75 @@ def load(folder: Path) -> Run:
         environment=whole(folder / "environment.json"),
         result=whole(folder / "result.json"),
     )
+
+
+def load_all(folders: Iterable[Path]) -> list[Run]:
+    """Every folder once, under names that tell the runs apart."""
+    found = [load(folder) for folder in {folder.resolve(): folder for folder in folders}.values()]
+    return [replace(run, name=name) for run, name in zip(found, names(found), strict=True)]
+
+
+def names(found: Sequence[Run]) -> list[str]:
+    """Method and seed, with what differs: in the task between any two runs, in other settings between runs of a method.
+    Where that is not enough, the folder says which run it is."""
+    tasks = [task(run.config) for run in found]
+    of_method: dict[str, list[dict[str, Any]]] = {}
+    for run in found:
+        of_method.setdefault(run.config.method, []).append(details(run.config))
+    told, own = differing(tasks), {method: differing(same) for method, same in of_method.items()}
+    made = []
+    for c, said in zip((run.config for run in found), tasks, strict=True):
+        words = [said[key] for key in told if said[key]] + [f"{key} {getattr(c, key)}" for key in own[c.method]]
+        made.append(" ".join([c.method, *words, f"seed {c.seed}"]))
+    often = Counter(made)
+    shared = [run.folder for run, name in zip(found, made, strict=True) if often[name] > 1]
+    tail = dict(zip(shared, tails(shared), strict=True))
+    return [f"{name} ({tail[run.folder]})" if run.folder in tail else name for run, name in zip(found, made, strict=True)]
+
+
+def task(config: Config) -> dict[str, str]:
+    """What a run was set to do, in words; runs of different tasks cannot be compared."""
+    return {
+        "dataset": config.dataset,
+        "model": config.model,
+        "split": split(config),
+        "clients": f"{100 * config.participation:g} % of {config.clients} clients",
+        "rounds": f"{config.rounds} rounds",
+        "normalize": "inputs standardised" if config.normalize else "",
+        "validation": f"scored on {held_back(config)}" if config.validation else "",
+    }
+
+
+def split(config: Config) -> str:
+    if config.partition.startswith("dirichlet"):
+        return f"{config.partition} {config.sigma:g}"
+    return f"shards {config.shards}" if config.partition == "shards" else config.partition
+
+
+def held_back(config: Config) -> str:
+    return f"{100 * config.validation:g} % of the training data held back" if config.validation else ""
+
+
+def details(config: Config) -> dict[str, Any]:
+    """What the outcome depends on beside task, method and seed."""
+    return config.model_dump(exclude=TOLD | UNTOLD)
+
+
+def differing(settings: Sequence[dict[str, Any]]) -> list[str]:
+    """The settings that are not the same everywhere."""
+    return [key for key in next(iter(settings), {}) if any(one[key] != settings[0][key] for one in settings)]
+
+
+def tails(folders: Sequence[Path]) -> list[str]:
+    """The shortest ends of paths that tell folders apart: their names, or more where these are the same."""
+    parts = [folder.resolve().parts for folder in folders]
+    enough = next(n for n in range(1, 1 + max(map(len, parts), default=1)) if len({one[-n:] for one in parts}) == len(parts))
+    return ["/".join(one[-enough:]) for one in parts]
+
+
+def no_round(what: Iterable[object]) -> SettingError:
+    """The error for runs that have nothing to show."""
+    return SettingError("what", ", ".join(map(str, what)), "has no finished round yet")
 
 
 def find(folder: Path) -> list[Path]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from fedagg import files, plots, runs
 from fedagg.cli.reproduce import shares, words
@@ -13,6 +14,7 @@ from fedagg.cli.show import err, out
 from fedagg.errors import SettingError, unknown
 from fedagg.reproduce import figures, grid
 from fedagg.reproduce.results import Store
+from fedagg.runs import Run
 
 WHAT = "figures of the paper (fig-curves, ..., or `all`), run folders, or folders of runs (of `fedagg compare`)"
 
@@ -54,9 +56,16 @@ def plot(
     for name, spec in specs.items():
         if spec.kind == "table":
             raise SettingError("what", name, "is a table: see it with `fedagg reproduce NAME --show`")
+    chosen = runs.load_all(path for paths in found.values() for path in paths)
+    begun = [run for run in chosen if run.history]
+    if chosen and not begun:
+        raise runs.no_round(name for name in given if found[name])
     files.folder(folder)
-    chosen = [path for paths in found.values() for path in paths]
-    drawn = draw_runs(chosen, [folder / f"runs.{ending}" for ending in endings]) if chosen else []
+    for run in chosen:
+        if not run.history:
+            note = f"[yellow]{escape(run.name)}: nothing to draw yet[/]; it has no finished round"
+            err.print(note, highlight=False, soft_wrap=True)
+    drawn = draw_runs(begun, [folder / f"runs.{ending}" for ending in endings]) if begun else []
     for name, spec in specs.items():
         made = figures.draw(spec, Store(results), folder, endings)
         if not made:
@@ -79,9 +88,8 @@ def folders(name: str) -> list[Path]:
     raise SettingError("what", name, f"is no folder of runs; {unknown('what', name, [*known, 'all']).fix}")
 
 
-def draw_runs(folders: list[Path], paths: list[Path]) -> list[Path]:
+def draw_runs(found: list[Run], paths: list[Path]) -> list[Path]:
     """Accuracy, loss, mean learning rate and drift over rounds, a line a run."""
-    loaded = [runs.load(folder) for folder in folders]
     columns = (
         ("accuracy", "test accuracy (%)", 100.0),
         ("loss", "test loss", 1.0),
@@ -91,7 +99,7 @@ def draw_runs(folders: list[Path], paths: list[Path]) -> list[Path]:
     grid_of = []
     for column, label, scale in columns:
         lines = []
-        for index, run in enumerate(loaded):
+        for index, run in enumerate(found):
             x, y = run.curve(column)
             lines.append(plots.Series(run.name, x, [scale * v for v in y], index=index))
         grid_of.append(plots.Panel("", "round", label, lines))

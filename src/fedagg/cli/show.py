@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from fedagg import runs
 from fedagg.config import Config
 from fedagg.federation import Result
 
@@ -54,8 +55,8 @@ class Live:
 
 def task(c: Config) -> str:
     """What a run's figures are about, in a line."""
-    held = f", on {100 * c.validation:g} % of the training data, held back" if c.validation else ""
-    return f"{c.dataset}, {c.model}, {c.partition}, {c.clients} clients, {100 * c.participation:g} % a round, seed {c.seed}{held}"
+    words = f"{c.dataset}, {c.model}, {c.partition}, {c.clients} clients, {100 * c.participation:g} % a round, seed {c.seed}"
+    return f"{words}, scored on {runs.held_back(c)}" if c.validation else words
 
 
 def results_table(results: list[Result], title: str) -> Table:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fedagg import federation
+from fedagg import federation, runs
 from fedagg.errors import FedaggError
 from fedagg.report.content import FIGURES, PROGRESS, Column, Content, Group, Series, Trial
 from fedagg.reproduce.running import dataset
@@ -86,17 +86,16 @@ def rates(run: Run) -> dict[str, Any]:
                 for epoch, rate in enumerate(own):
                     tables[epoch][at[client]][number] = rate
     every = [rate for row in rows for own in row["rates"] for rate in own]
-    name = f"{run.name}, {run.config.dataset}, {run.config.model}, {run.config.partition}"
     some = f" (the first {len(shown)} of {len(seen)})" if len(shown) < len(seen) else ""
     return {
-        "name": name,
+        "name": run.name,
         "rounds": [row["round"] for row in rows],
         "clients": shown,
         "epochs": epochs,
         "tables": tables,
         "moved": moved,
         "bands": [band([[own[e] for own in row["rates"] if e < len(own)] for row in rows]) for e in range(epochs)],
-        "text": f"Heat map of the learning rate of {len(shown)} clients{some} over {len(rows)} rounds in {name}: "
+        "text": f"Heat map of the learning rate of {len(shown)} clients{some} over {len(rows)} rounds in {run.name}: "
         f"from {min(every):.3g} to {max(every):.3g}, first round mean {average(rows[0]):.3g}, "
         f"last round mean {average(rows[-1]):.3g}.",
     }
@@ -129,8 +128,7 @@ def partitions(trials: Sequence[Trial]) -> list[dict[str, Any]]:
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for trial in trials:
         c = trial.config
-        sigma = c.sigma if c.partition.startswith("dirichlet") else None
-        key = (c.dataset, c.partition, sigma, c.shards if c.partition == "shards" else None, c.clients, c.validation)
+        key = (c.dataset, runs.split(c), c.clients, c.validation)
         if key in found or len(found) == MOST_MAPS:
             continue
         try:
@@ -140,8 +138,8 @@ def partitions(trials: Sequence[Trial]) -> list[dict[str, Any]]:
         except FedaggError:
             continue  # data or split given from Python, or not on this machine
         apart = distances(counts)
-        split = f"{c.partition} {sigma:g}" if sigma is not None else c.partition
-        name = f"{c.dataset}, {split}, {c.clients} clients, seed {c.seed}"
+        words = (c.dataset, runs.split(c), f"{c.clients} clients", f"seed {c.seed}", runs.held_back(c))
+        name = ", ".join(filter(None, words))
         shown = counts[:MOST_CLIENTS]
         figures = ", ".join(f"{METRICS[metric]} {apart.mean(metric):.3g}" for metric in METRICS)
         found[key] = {

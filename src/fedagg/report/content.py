@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from fedagg import runs
+from fedagg import checkpoint, runs
+from fedagg.checks import name_of
 from fedagg.config import Config, make
+from fedagg.engines.base import cross_entropy
 from fedagg.errors import SettingError
 from fedagg.reproduce.formats import name as method_name
 from fedagg.reproduce.results import Measured, Store
@@ -41,6 +45,15 @@ class Trial:
     environment: dict[str, Any]
     run: Run | None = None
 
+    @property
+    def name(self) -> str:
+        return self.run.name if self.run else f"{self.config.method} seed {self.config.seed} of the results folder"
+
+    @property
+    def finished(self) -> bool:
+        """Cells always are: a results folder takes no others."""
+        return self.run is None or self.rounds >= self.config.rounds
+
     def progress(self, by: str) -> Column | None:
         """How much had been spent after each round; None where the record does not tell."""
         needed = [self.columns.get(name, []) for name in PROGRESS[by][1]]
@@ -57,10 +70,15 @@ class Trial:
 
 @dataclass
 class Series:
-    """One method in one setting, over its seeds."""
+    """One method in one setting, over its seeds. `repeats` ran a seed again that is among the trials, and do not count."""
 
     name: str
     trials: list[Trial] = field(default_factory=list)
+    repeats: list[Trial] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        return all(trial.finished for trial in self.trials)
 
     def mean(self, values: Iterable[float | None]) -> tuple[float | None, float | None]:
         """Mean and standard deviation over seeds; (None, None) where a seed has no value."""
@@ -94,11 +112,13 @@ class Content:
     groups: list[Group]
     trials: list[Trial]
     store: Store | None = None
+    notes: list[str] = field(default_factory=list)
 
 
 def gather(paths: Sequence[Path]) -> Content:
     """From run folders, folders of runs, or one results folder."""
     trials: list[Trial] = []
+    folders: list[Path] = []
     store: Store | None = None
     for path in paths:
         if (path / "cells").is_dir():
@@ -107,45 +127,77 @@ def gather(paths: Sequence[Path]) -> Content:
             store = Store(path)
             trials += [from_cell(cell) for cell in store.all()]
         elif found := runs.find(path):
-            trials += [from_run(runs.load(folder)) for folder in found]
+            folders += found
         else:
             raise SettingError("what", str(path), "holds no run and no results; give a run folder or a results folder")
-    trials = [trial for trial in trials if trial.rounds]
-    if not trials:
-        raise SettingError("what", ", ".join(map(str, paths)), "has no finished round yet")
-    return Content(", ".join(path.name or str(path.resolve()) for path in paths), grouped(trials), trials, store)
+    trials += [from_run(run) for run in runs.load_all(folders)]
+    begun = [trial for trial in trials if trial.rounds]
+    if not begun:
+        raise runs.no_round(paths)
+    title, groups = ", ".join(path.name or str(path.resolve()) for path in paths), grouped(begun)
+    return Content(title, groups, begun, store, left_out(trials, groups))
+
+
+def left_out(trials: Sequence[Trial], groups: Sequence[Group]) -> list[str]:
+    """Which runs are in no mean, and why."""
+    empty = [trial.name for trial in trials if not trial.rounds]
+    again = [trial.name for group in groups for series in group.series.values() for trial in series.repeats]
+    notes = {
+        "Not shown, for want of a finished round": empty,
+        "Left out of means and curves, as repeats of runs with the same settings and seed": again,
+    }
+    return [f"{why}: {', '.join(names)}." for why, names in notes.items() if names]
 
 
 def grouped(trials: Sequence[Trial]) -> list[Group]:
-    """By setting and method; what else differs between runs of a method becomes part of its name."""
+    """By setting and method; what else differs between runs of a method becomes part of its name, and so does how far they
+    are: the mean of a finished run and one in its second round would be neither's."""
     groups: dict[str, Group] = {}
     alike: dict[tuple[str, str], list[Trial]] = {}
-    for trial in trials:
-        where = setting(trial.config)
+    for trial, where in zip(trials, settings(trials), strict=True):
         groups.setdefault(where, Group(where))
         alike.setdefault((where, trial.config.method), []).append(trial)
     for (where, method), same in alike.items():
-        settings = [trial.config.model_dump(exclude=TOLD | UNTOLD) for trial in same]
-        differ = [k for k in settings[0] if any(one[k] != settings[0][k] for one in settings)]
-        for trial, own in zip(same, settings, strict=True):
-            name = " ".join([method_name(method), *(f"{k} {own[k]}" for k in differ)])
+        details = [runs.details(trial.config) for trial in same]
+        differ = runs.differing(details)
+        for trial, own in zip(same, details, strict=True):
+            so_far = [] if trial.finished else [f"({trial.rounds} of {trial.config.rounds} rounds)"]
+            name = " ".join([method_name(method), *(f"{k} {own[k]}" for k in differ), *so_far])
             series = groups[where].series.setdefault(name, Series(name))
-            if all(other.config.seed != trial.config.seed for other in series.trials):
-                series.trials.append(trial)
+            repeat = any(other.config.seed == trial.config.seed for other in series.trials)
+            (series.repeats if repeat else series.trials).append(trial)
     for group in groups.values():  # FedAgg first, so that it has the same colour everywhere
         group.series = dict(sorted(group.series.items(), key=lambda item: not item[0].startswith("FedAgg")))
     return list(groups.values())
 
 
+def settings(trials: Sequence[Trial]) -> list[str]:
+    """Each trial's setting. Where runs were given different things from Python under the same words, the folder of the first
+    run with each tells them apart."""
+    kinds = [(setting(trial.config), given(trial)) for trial in trials]
+    first: dict[tuple[str, str], Trial] = {}
+    for kind, trial in zip(kinds, trials, strict=True):
+        first.setdefault(kind, trial)
+    often = Counter(where for where, _ in first)
+    shared = {kind: t.run.folder for kind, t in first.items() if often[kind[0]] > 1 and kind[1] and t.run}
+    tail = dict(zip(shared, runs.tails(list(shared.values())), strict=True))
+    return [f"{kind[0]}, as in {tail[kind]}" if kind in tail else kind[0] for kind in kinds]
+
+
 def setting(config: Config) -> str:
-    split = f"{config.partition} {config.sigma:g}" if config.partition.startswith("dirichlet") else config.partition
-    share = f"{100 * config.participation:g} % of {config.clients} clients"
-    return f"{config.dataset}, {config.model}, {split}, {share}, {config.rounds} rounds"
+    return ", ".join(filter(None, runs.task(config).values()))
 
 
-# What tells settings apart or has a column of its own, and what has no bearing on the outcome.
-TOLD = {"dataset", "model", "partition", "sigma", "participation", "clients", "rounds", "seed", "algorithm", "variant"}
-UNTOLD = {"device", "engine", "threads", "chunk", "data_dir", "checkpoint_every", "client_memory", "eval_every"}
+def given(trial: Trial) -> str:
+    """What came from Python and the configuration does not tell, as its fingerprints; the folder, where no checkpoint has
+    them yet. Nothing for all others."""
+    if trial.run is None:
+        return ""
+    c, known = trial.config, checkpoint.identity(trial.run.folder / "checkpoints")
+    if "custom" in (c.dataset, c.model, c.partition):
+        return json.dumps(known, sort_keys=True) if known else str(trial.run.folder)
+    loss = known.get("loss", name_of(cross_entropy))
+    return "" if loss == name_of(cross_entropy) else loss
 
 
 def from_cell(cell: Measured) -> Trial:

@@ -102,8 +102,9 @@
       tall(layout("round", "", plain)), rates.text + " Shown: epoch " + (epoch + 1) + ".");
     draw("chart-moved-map", map(rates.rounds, clients, rates.moved, "distance moved"),
       tall(layout("round", "", plain)), "Heat map of how far each client moved from the global model in each round, for " + rates.name + ".");
+    const mode = rates.rounds.length > 1 ? "lines" : "markers";
     const bands = rates.bands.flatMap((band, index) => [
-      { x: rates.rounds, y: band.mean, name: "epoch " + (index + 1), legendgroup: "e" + index, mode: "lines", line: { color: colour(index), width: 2 } },
+      { x: rates.rounds, y: band.mean, name: "epoch " + (index + 1), legendgroup: "e" + index, mode, line: { color: colour(index), width: 2 }, marker: { color: colour(index) } },
       {
         x: [...rates.rounds, ...rates.rounds.toReversed()], y: [...band.high, ...band.low.toReversed()], fill: "toself",
         fillcolor: faint(colour(index)), line: { width: 0 }, mode: "lines", legendgroup: "e" + index, showlegend: false, hoverinfo: "skip",

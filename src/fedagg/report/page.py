@@ -76,7 +76,7 @@ def sections(content: Content, drawn: dict[str, Any]) -> str:
 
 def parts(content: Content, drawn: dict[str, Any]) -> list[tuple[str, str, str]]:
     """The sections that there is something to show for: key, heading, content."""
-    found = [("results", "Results", tables.results(content))]
+    found = [("results", "Results", tables.results(content) + "".join(f"<p>{escape(note)}</p>" for note in content.notes))]
     if content.store is not None:
         found += [(name, f"Beside the paper: {title}", body) for name, title, body in tables.beside_paper(content.store)]
     groups = chooser("group", "setting", [group["name"] for group in drawn["groups"]])

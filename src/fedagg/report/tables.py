@@ -20,12 +20,12 @@ def results(content: Content) -> str:
     several = len(content.groups) > 1
     rows = []
     for group in content.groups:
-        ends = {name: one.mean(t.accuracy for t in one.trials)[0] for name, one in group.series.items()}
+        ends = {name: one.mean(t.accuracy for t in one.trials)[0] for name, one in group.series.items() if one.finished}
         top = max((value for value in ends.values() if value is not None), default=None)
         for name, one in group.series.items():
             row = [
                 plain(name),
-                spread(one, [100 * t.accuracy for t in one.trials], bold=ends[name] == top),
+                spread(one, [100 * t.accuracy for t in one.trials], bold=name in ends and ends[name] == top),
                 spread(one, [100 * t.best for t in one.trials]),
                 spread(one, [t.loss for t in one.trials], digits=4),
                 amount(one, "work", "{:,.0f}"),
@@ -36,6 +36,8 @@ def results(content: Content) -> str:
             rows.append([*row, plain(group.name)] if several else row)
     where = "" if several else f"{content.groups[0].name}. "
     caption = f"{where}After the last round: mean ± standard deviation over seeds; bold is the best of a setting."
+    if not all(one.finished for group in content.groups for one in group.series.values()):
+        caption += " Rows with a number of rounds in their name are of unfinished runs, and show what these have so far."
     return html(caption, [*heads, "setting"] if several else heads, rows, words=1)
 
 
