@@ -153,7 +153,7 @@ def run(
     if config.threads:
         torch.set_num_threads(config.threads)
 
-    data = data or load(config.dataset, config.data_dir)
+    given = data = data or load(config.dataset, config.data_dir)
     if config.validation and parts is not None:
         raise SettingError("validation", config.validation, "parts name samples of the whole training set; give one of the two")
     data = data.held_back(config.validation, config.seed) if config.validation else data
@@ -211,7 +211,7 @@ def run(
             carried=algorithm.state,
         )
 
-    identity = fingerprint(config, data, parts, module, loss)
+    identity = fingerprint(config, given, parts, module, loss)
     environment = record.environment(device, engine.note, fedagg.__version__)
     if follows:
         book, callbacks = record.Record(None, config, environment), ()
