@@ -14,6 +14,7 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -278,6 +279,7 @@ def _download(name: str, folder: Path) -> None:
         return
     if source.archive is None and not source.mirrors:
         raise DataError(_missing(name, missing[0], "is missing"))
+    new = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as temporary:
@@ -296,6 +298,10 @@ def _download(name: str, folder: Path) -> None:
         # ValueError is how pooch reports a wrong hash; every failure of the network is an OSError.
         why = "came with a wrong hash" if isinstance(error, ValueError) else "could not be downloaded"
         raise DataError(_missing(name, missing[0], f"is missing and {why} ({type(error).__name__})")) from error
+    finally:
+        for path in new:  # the inner ones first; those with something in them stay
+            with suppress(OSError):
+                path.rmdir()
 
 
 def _retrieve(urls: Sequence[str], known_hash: str, scratch: Path) -> Path:
