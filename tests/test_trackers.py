@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import fedagg
-from fedagg import trackers
+from fedagg import cli, trackers
 from fedagg.config import Config
 from fedagg.errors import FedaggError, SettingError
 from fedagg.federation import Result
@@ -94,6 +96,58 @@ def test_wandb_is_told_of_every_round(tmp_path: Path, monkeypatch: pytest.Monkey
     result: Result = fedagg.run(Config(**SMALL), callbacks=[trackers.make("wandb", tmp_path / "one")])
     rounds = [("log", row["round"], row["accuracy"]) for row in result.history]
     assert fake.said == [("init", "fedagg", "one", "fedagg"), *rounds, ("finish", 0)]
+
+
+class NoKey(FakeWandB):
+    """The library where nobody has logged in."""
+
+    def init(self, **settings: Any) -> FakeWandB:
+        raise RuntimeError("No API key configured. Use `wandb login` to log in.\nMore is said of it.")
+
+
+def command(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["run", "--clients", "10", "--rounds", "1", "--quiet", *arguments])
+    return int(end.value.code or 0)
+
+
+def test_wandb_that_cannot_start_is_one_line_and_leaves_the_folder_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--track", "wandb", "--out", str(tmp_path / "one"))
+    monkeypatch.setitem(sys.modules, "wandb", NoKey())  # type: ignore[arg-type]
+    assert command(*given) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("fedagg: track = 'wandb': No API key configured. Use `wandb login` to log in; see that wandb can log in")
+    assert told.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandB())  # type: ignore[arg-type]
+    assert command(*given) == 0
+    # A run that was there before is not taken back
+    monkeypatch.setitem(sys.modules, "wandb", NoKey())  # type: ignore[arg-type]
+    assert command("--track", "wandb", "--resume", str(tmp_path / "one"), "--rounds", "2") == 2
+    assert (tmp_path / "one" / "config.toml").exists()
+
+
+@theirs
+@pytest.mark.parametrize(
+    ("store", "words"), [("http://127.0.0.1:1", "Connection refused"), ("foo://x", "unsupported URI 'foo://x'")]
+)
+def test_mlflow_that_cannot_start_is_one_line_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], store: str, words: str
+) -> None:
+    pytest.importorskip("mlflow.tracking")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    began = time.monotonic()
+    assert command("--track", "mlflow", "--out", str(tmp_path / "runs" / "one")) == 2
+    assert time.monotonic() - began < 60  # by itself it tries for minutes
+    told = capsys.readouterr().err
+    assert told.startswith("fedagg: track = 'mlflow': ")
+    assert words in told
+    assert "; set MLFLOW_TRACKING_URI to a store that can be reached" in told
+    assert told.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+    assert "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ
 
 
 def test_a_missing_library_is_one_line_with_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

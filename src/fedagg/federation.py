@@ -230,8 +230,12 @@ def run(
             now, average = revive(settled, algorithm, downlink, device)
             if memory is not None:
                 recall(settled, memory, len(samples))
-        for callback in callbacks:
-            callback.started(config, done)
+        try:
+            for callback in callbacks:
+                callback.started(config, done)
+        except BaseException:
+            book.withdraw()
+            raise
 
         def shown() -> Model:
             return Model(average, now.buffers) if config.average else algorithm.reported(now)

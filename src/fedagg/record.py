@@ -8,7 +8,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,6 +33,7 @@ class Record:
         self.history: list[dict[str, Any]] = []
         self.resumed: Checkpoint | None = None
         self.claim: files.Claim | None = None
+        self.new = folder is not None
         if folder is None:
             return
         files.folder(folder)
@@ -95,6 +96,14 @@ class Record:
         except BaseException:
             self.close()
             raise
+
+    def withdraw(self) -> None:
+        """Give a new folder back as it was, when the run could not begin: a second try is not to meet a run there."""
+        if self.new and self.folder is not None:
+            with suppress(OSError):  # a tracker may have left files of its own: then the folder stays
+                (self.folder / "config.toml").unlink()
+                (self.folder / "environment.json").unlink()
+                self.folder.rmdir()
 
     def close(self) -> None:
         if self.claim is not None:

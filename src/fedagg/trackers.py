@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from fedagg import files
 from fedagg.config import Config
-from fedagg.errors import FedaggError, unknown
+from fedagg.errors import FedaggError, first_line, unknown
 from fedagg.federation import Callback, Result
 
 
@@ -43,6 +45,27 @@ def load(module: str, extra: str) -> Any:
         ) from None
 
 
+@contextmanager
+def one_line(name: str, fix: str) -> Iterator[None]:
+    """A library that cannot begin says so in errors of its own; what to do about it is the user's, so it is one line."""
+    try:
+        yield
+    except Exception as error:
+        raise FedaggError(f"track = {name!r}: {first_line(error).rstrip('.')}; {fix}") from None
+
+
+@contextmanager
+def unless_set(**values: str) -> Iterator[None]:
+    """Environment variables for a while, where the user has not set them."""
+    ours = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
+
+
 class TensorBoard:
     """Event files in the run folder: `tensorboard --logdir runs` shows them."""
 
@@ -70,18 +93,26 @@ class MLflow:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # what is tracked here is nobody else's business
         client = load("mlflow.tracking", "mlflow").MlflowClient
         self.entities = load("mlflow.entities", "mlflow")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        here = f"sqlite:///{(folder.parent / 'mlflow.db').resolve()}"
-        self.name = folder.name
-        self.client = client(os.environ.get("MLFLOW_TRACKING_URI") or here)
+        self.name, store = folder.name, os.environ.get("MLFLOW_TRACKING_URI")
+        if not store:
+            files.folder(folder.parent)
+            store = f"sqlite:///{(folder.parent / 'mlflow.db').resolve()}"
+        # Asked for once before the run begins, and not for minutes: later, MLflow's own patience is what a long run needs.
+        with self.one_line(), unless_set(MLFLOW_HTTP_REQUEST_MAX_RETRIES="1", MLFLOW_HTTP_REQUEST_TIMEOUT="20"):
+            self.client = client(store)
+            self.client.get_experiment_by_name("fedagg")
+
+    def one_line(self) -> AbstractContextManager[None]:
+        return one_line("mlflow", "set MLFLOW_TRACKING_URI to a store that can be reached, or unset it to have one beside the run")
 
     def started(self, config: Config, done: int) -> None:
-        found = self.client.get_experiment_by_name("fedagg")
-        experiment = found.experiment_id if found else self.client.create_experiment("fedagg")
-        self.run = self.client.create_run(experiment, run_name=self.name).info.run_id
         param = self.entities.Param
         chosen = [param(name, str(value)) for name, value in config.model_dump().items() if value is not None]
-        self.client.log_batch(self.run, params=chosen)
+        with self.one_line():
+            found = self.client.get_experiment_by_name("fedagg")
+            experiment = found.experiment_id if found else self.client.create_experiment("fedagg")
+            self.run = self.client.create_run(experiment, run_name=self.name).info.run_id
+            self.client.log_batch(self.run, params=chosen)
 
     def round_done(self, row: dict[str, Any]) -> None:
         now = int(1000 * time.time())
@@ -100,7 +131,9 @@ class WandB:
 
     def started(self, config: Config, done: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.run = self.wandb.init(project="fedagg", name=self.folder.name, dir=str(self.folder), config=config.model_dump())
+        about = {"name": self.folder.name, "dir": str(self.folder), "config": config.model_dump()}
+        with one_line("wandb", "see that wandb can log in, or set WANDB_MODE=offline to keep the run on this machine"):
+            self.run = self.wandb.init(project="fedagg", **about)
 
     def round_done(self, row: dict[str, Any]) -> None:
         self.run.log(dict(scalars(row)), step=row["round"])
