@@ -77,6 +77,15 @@ def test_every_bound_holds_in_every_round_on_the_linear_model(tmp_path: Path, ca
     assert found["loss"].measured[-1] < found["loss"].measured[0]  # something was learnt
 
 
+def test_samples_that_a_run_held_back_are_not_in_its_objective(tmp_path: Path) -> None:
+    found = analysed(tmp_path, algorithm="fedavg", rounds=3, validation=0.3)  # a run that came out otherwise would warn
+    kept = DATA.held_back(0.3, 0)
+    assert len(found.objective.dealt) == len(kept) == 126
+    assert torch.equal(found.objective.x, kept.x_train)
+    assert found["drift"].applies
+    assert found.config.validation == 0.3
+
+
 def test_bounds_are_near_what_happens(tmp_path: Path) -> None:
     # One full-gradient step a round: the largest drift is the bound, and with a tenth less of P the bound is broken
     found = analysed(tmp_path, algorithm="fedavg", epochs=1, lr=0.5)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
+from safetensors.torch import save_file
 from torch import nn
 
 import fedagg
@@ -87,6 +90,53 @@ def test_a_run_has_two_models(tmp_path: Path) -> None:
     assert [row["model"] for row in rows] == ["initial", "final"]
     # Two labels a client: the global gradient shrinks in training, and what the clients disagree about does not
     assert float(rows[1]["ratio"]) > float(rows[0]["ratio"]) > 1.0
+
+
+def test_the_split_of_a_run_is_of_what_it_trained_on(tmp_path: Path) -> None:
+    settings = {"partition": "shards", "clients": 20, "rounds": 1, "seed": 2, "validation": 0.3, "engine": "sequential"}
+    fedagg.run(algorithm="fedavg", out=tmp_path / "run", **settings)
+    assert command("--run", str(tmp_path / "run"), "--out", str(tmp_path / "out")) == 0
+    kept = data.load("mnist-mini").held_back(0.3, 2)
+    for row, part in zip(table(tmp_path / "out/labels.csv"), partition.shards(kept.y_train, 20, 2, 2), strict=True):
+        held = [int(row[f"label_{a}"]) for a in range(10)]
+        assert held == np.bincount(kept.y_train[part].numpy(), minlength=10).tolist()
+    assert {row["samples"] for row in table(tmp_path / "out/distances.csv")} == {"210"}
+    assert len(table(tmp_path / "out/gradients.csv")) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "the run is not finished"), (b"junk", "is damaged"), ("lenet5", "holds the weights of another model")],
+)
+def test_a_model_that_cannot_be_read_is_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | str | None, words: str
+) -> None:
+    run, weights = tmp_path / "run", tmp_path / "run" / "model.safetensors"
+    fedagg.run(algorithm="fedavg", clients=10, rounds=1, engine="sequential", out=run)
+    good = weights.read_bytes()
+    if isinstance(content, bytes):
+        weights.write_bytes(content)
+    elif content is None:
+        weights.unlink()
+    else:
+        save_file(models.build(content, (1, 28, 28), 10).state_dict(), weights)
+    assert command("--run", str(run), "--out", str(tmp_path / "out")) == 2
+    told = capsys.readouterr().err
+    assert words in told
+    assert "model.safetensors" in told
+    assert f"fedagg run --resume {run}" in told
+    assert told.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+    fedagg.run(resume=run, algorithm="fedavg", clients=10, rounds=1, engine="sequential")
+    assert weights.read_bytes() == good
+
+
+def test_a_bar_over_clients_for_whoever_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(cli.show, "err", Console(file=shown, force_terminal=True, width=120))
+    assert command("--clients", "7", "--out", str(tmp_path)) == 0
+    assert "gradients at the initial model" in shown.getvalue()
+    assert "7/7" in shown.getvalue()
 
 
 @pytest.mark.filterwarnings("default")

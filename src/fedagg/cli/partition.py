@@ -19,10 +19,10 @@ from torch import nn
 from fedagg import files, runs
 from fedagg import partition as splits
 from fedagg.cli import given as from_python
-from fedagg.cli.show import out
+from fedagg.cli.show import out, waiting
 from fedagg.config import Config, resolve
 from fedagg.data import Dataset, load
-from fedagg.errors import FedaggWarning, SettingError
+from fedagg.errors import FedaggError, FedaggWarning, SettingError
 from fedagg.federation import build_model
 
 if TYPE_CHECKING:
@@ -65,7 +65,9 @@ def partition(
         samples, known = None, splits.from_file(labels)
     else:
         samples = load(config.dataset, config.data_dir)
+        samples = samples.held_back(config.validation, config.seed) if config.validation else samples
         known = samples.y_train.numpy()
+    models = networks(config, samples, run) if samples else {}
     from fedagg.theory import heterogeneity as het  # loads matplotlib and scipy
 
     parts = splits.partition(config.partition, known, config.clients, config.seed, sigma=config.sigma, per_client=config.shards)
@@ -78,7 +80,7 @@ def partition(
     het.plot_counts(folder / "labels.png", counts, title)
     het.write_summary(folder / "sigma.csv", over)
     het.plot_over_sigma(folder / "sigma.png", over, f"{labels.name if labels else config.dataset}, {config.clients} clients")
-    gradients = dissimilarity(config, samples, parts, run) if samples else {}
+    gradients = dissimilarity(config, samples, parts, models) if samples else {}
     if gradients:
         het.write_dissimilarity(folder / "gradients.csv", gradients)
 
@@ -125,30 +127,44 @@ def over_sigma(labels: npt.NDArray[Any], config: Config) -> dict[float, Distance
     return found
 
 
-def dissimilarity(config: Config, data: Dataset, parts: splits.Indices, run: Path | None) -> dict[str, Dissimilarity]:
-    """How unlike the clients' full gradients are, at the initial model and at the final one of a run."""
-    from fedagg.theory import heterogeneity as het
-    from fedagg.theory.objective import Objective
-
-    data = data.held_back(config.validation, config.seed) if config.validation else data
-    data = data.normalized() if config.normalize else data
+def networks(config: Config, data: Dataset, run: Path | None) -> dict[str, nn.Module]:
+    """The models whose gradients are compared: the initial one, and the final one of a run."""
     models = {"initial": build_model(config, data)}
     if run is not None:
         models["final"] = trained(build_model(config, data), run / "model.safetensors")
+    return models
+
+
+def dissimilarity(config: Config, data: Dataset, parts: splits.Indices, models: dict[str, nn.Module]) -> dict[str, Dissimilarity]:
+    """How unlike the clients' full gradients are, at each of the models. This can take minutes, so there is a bar."""
+    from fedagg.theory import heterogeneity as het
+    from fedagg.theory.objective import Objective
+
+    data = data.normalized() if config.normalize else data
     found = {}
-    for name, module in models.items():
-        objective = Objective(module, data.x_train, data.y_train, parts, config.weight_decay, torch.float32)
-        w = objective.layout.pack(objective.module).w
-        found[name] = het.streamed_dissimilarity((g.numpy() for g in objective.each_gradient(w)), objective.theta.numpy())
+    with waiting() as progress:
+        for name, module in models.items():
+            objective = Objective(module, data.x_train, data.y_train, parts, config.weight_decay, torch.float32)
+            w = objective.layout.pack(objective.module).w
+            each = progress.track(objective.each_gradient(w), len(parts), description=f"gradients at the {name} model")
+            found[name] = het.streamed_dissimilarity((g.numpy() for g in each), objective.theta.numpy())
     return found
 
 
 def trained(module: nn.Module, path: Path) -> nn.Module:
+    """The module with the weights that a run ended with."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    again = f"have it written with: fedagg run --resume {path.parent}"
     if not path.exists():
-        raise SettingError("run", str(path.parent), "has no model.safetensors: the run is not finished")
-    module.load_state_dict(load_file(path))
+        raise SettingError("run", str(path.parent), f"has no model.safetensors: the run is not finished; {again}")
+    try:
+        module.load_state_dict(load_file(path))
+    except (SafetensorError, OSError):
+        raise FedaggError(f"{path}: is damaged; {again}") from None
+    except RuntimeError:  # names or shapes that are not the module's
+        raise FedaggError(f"{path}: holds the weights of another model; {again}") from None
     return module
 
 

@@ -59,6 +59,12 @@ def task(c: Config) -> str:
     return f"{words}, scored on {runs.held_back(c)}" if c.validation else words
 
 
+def waiting() -> Progress:
+    """A bar for work without rounds, on standard error too. It is for whoever waits: it goes at the end, and no file gets it."""
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=28), MofNCompleteColumn(), TimeRemainingColumn(compact=True))
+    return Progress(*columns, console=err, transient=True, disable=not err.is_interactive)
+
+
 def results_table(results: list[Result], title: str) -> Table:
     """One row a run: accuracy, local work, bytes, time; the best accuracy in bold."""
     table = Table(title=title, title_justify="left")

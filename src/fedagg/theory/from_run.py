@@ -118,6 +118,7 @@ def analyse(
         raise SettingError("run", str(folder), "has no finished round")
     config = repeatable(run.config, count, data_dir)
     data = data or load(config.dataset, config.data_dir)
+    data = data.held_back(config.validation, config.seed) if config.validation else data
     seen = data.normalized() if config.normalize else data
     parts = parts if parts is not None else federation.deal(config, data)
     module = model if model is not None else federation.build_model(config, seen)
@@ -125,7 +126,8 @@ def analyse(
     affordable(config, objective)
 
     watch = Watch(config.weight_decay)
-    again = federation.run(config, data=data, model=module, parts=parts, callbacks=[watch], wrap=watch.wrap)
+    kept = config.changed(validation=0.0)  # what is held back is out of the data by now
+    again = federation.run(kept, data=data, model=module, parts=parts, callbacks=[watch], wrap=watch.wrap)
     compare(run.history, again.history)
     last = Layout(again.model).pack(again.model).w.double()
     models = [one.work.start for one in watch.rounds] + [last]
