@@ -166,6 +166,37 @@ def test_compare_does_not_mix_settings(change: list[str], tmp_path: Path, capsys
     assert not (tmp_path / "fedadam").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("model.safetensors", b"junk", "model.safetensors: is damaged; have it written with: fedagg run --resume"),
+        ("model.safetensors", None, "has no model.safetensors: the run is not finished; have it written with: fedagg run --resume"),
+        ("result.json", b"[1]", "result.json: is damaged; delete it"),
+        ("result.json", b'{"rounds": 2}', ""),
+    ],
+)
+def test_compare_does_not_stumble_over_a_damaged_run(
+    name: str, content: bytes | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ("compare", "fedavg", *TINY, "--quiet", "--out", str(tmp_path))
+    assert call(*line) == 0
+    path = tmp_path / "fedavg" / name
+    good = path.read_bytes()
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    capsys.readouterr()
+    if words:
+        assert call(*line) == 2
+        told = capsys.readouterr().err
+        assert words in told
+        assert told.count("\n") == 1
+        path.unlink(missing_ok=True)
+        assert call("run", "--resume", str(tmp_path / "fedavg"), "--quiet") == 0
+    assert call(*line) == 0
+    assert path.read_bytes() == good or name == "result.json"  # which has the seconds
+
+
 def test_compare_shows_what_a_finished_run_was_found_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = ("compare", "fedbabu", *TINY, "--model", "lenet5", "--rounds", "1", "--quiet", "--json", "--out", str(tmp_path))
     assert call(*line) == 0

@@ -319,6 +319,48 @@ def test_a_run_that_is_still_going(folder: Path, tmp_path: Path) -> None:
         runs.load(going)
 
 
+GOOD = '{"round": 1, "accuracy": 0.5, "rate_mean": [0.1]}'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("metrics.jsonl", GOOD.encode() + b"\n\xff\xfe{\n", "line 2 is damaged"),
+        ("metrics.jsonl", b"5\n", "line 1 is damaged"),
+        ("metrics.jsonl", b"[" * 100_000 + b"\n", "line 1 is damaged"),
+        ("metrics.jsonl", b'{"accuracy": 0.5}\n', "line 1 is damaged"),
+        ("metrics.jsonl", GOOD.replace("0.5", '"high"').encode() + b"\n", "line 1 is damaged"),
+        ("metrics.jsonl", GOOD.replace("0.5", "[0.5]").encode() + b"\n", "line 1 is damaged"),
+        ("metrics.jsonl", GOOD.replace("[0.1]", "0.1").encode() + b"\n", "line 1 is damaged"),
+        ("clients.jsonl", b'{"round": 1, "clients": [1, 2], "rates": [[0.1]], "moved": [1, 2]}\n', "line 1 is damaged"),
+        ("clients.jsonl", b'{"round": 1, "clients": [1], "rates": [0.1], "moved": [1]}\n', "line 1 is damaged"),
+        ("result.json", b"[1]", "is damaged; delete it"),
+        ("result.json", b'{"accuracy": "high"}', "is damaged; delete it"),
+        ("environment.json", b"5", "is damaged; delete it"),
+        ("environment.json", b"", "is damaged; delete it"),
+        ("environment.json", None, "cannot be read"),
+    ],
+)
+@pytest.mark.parametrize("command", ["report", "plot"])
+def test_a_damaged_file_is_one_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, name: str, content: bytes | None, words: str
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(folder / "fedagg-0", run)
+    (run / name).unlink()
+    if content is None:
+        (run / name).mkdir()
+    else:
+        (run / name).write_bytes(content)
+    with pytest.raises(SystemExit) as exit_:
+        main([command, str(run), "-o", str(tmp_path / "out")])
+    assert exit_.value.code == 2
+    told = capsys.readouterr().err
+    assert str(run / name) in told
+    assert words in told
+    assert told.count("\n") == 1
+
+
 def test_a_loss_that_is_no_number_is_left_out() -> None:
     series = content.Series("x")
     config = Config()

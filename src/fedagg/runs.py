@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedagg import config
+from fedagg import config, files
 from fedagg.config import Config
 from fedagg.errors import FedaggError, SettingError
 
@@ -19,6 +19,8 @@ TOLD = {
     *("seed", "algorithm", "variant"),
 }
 UNTOLD = {"device", "engine", "threads", "chunk", "data_dir", "checkpoint_every", "client_memory", "eval_every"}
+RESULT = ("rounds", "accuracy", "best_accuracy", "loss", "seconds")  # the numbers in result.json
+RATES = ("rate_mean", "rate_min", "rate_max")
 
 
 @dataclass(frozen=True)
@@ -49,10 +51,10 @@ def load(folder: Path) -> Run:
         name=name,
         folder=folder,
         config=chosen,
-        history=lines(folder / "metrics.jsonl"),
-        clients=lines(folder / "clients.jsonl"),
+        history=lines(folder / "metrics.jsonl", a_round),
+        clients=lines(folder / "clients.jsonl", participants),
         environment=whole(folder / "environment.json"),
-        result=whole(folder / "result.json"),
+        result=whole(folder / "result.json", RESULT),
     )
 
 
@@ -130,23 +132,62 @@ def find(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.rglob("config.toml") if ".partial" not in path.parts)
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file that may still be growing."""
-    if not path.exists():
-        return []
+def lines(path: Path, sound: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    """The whole lines of a file that may still be growing; `sound` says of each whether its values are of the right kind."""
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
-        if line.endswith("\n"):
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                raise FedaggError(f"{path}: line {number} is damaged; the run has to be made again") from None
+    for number, line in enumerate((content(path) or b"").splitlines(keepends=True), start=1):
+        if line.endswith(b"\n"):
+            row = parsed(line)
+            if row is None or not sound(row):
+                raise FedaggError(f"{path}: line {number} is damaged; the run has to be made again")
+            rows.append(row)
     return rows
 
 
-def whole(path: Path) -> dict[str, Any]:
+def whole(path: Path, numbers: Iterable[str] = ()) -> dict[str, Any]:
+    """A file with one object, of which some values are numbers, or nothing; an empty one where there is no file."""
+    text = content(path)
+    found = parsed(text) if text is not None else {}
+    if found is None or not all(is_number(found[name]) for name in numbers if found.get(name) is not None):
+        raise FedaggError(f"{path}: is damaged; delete it and try again, the run can be read without it")
+    return found
+
+
+def content(path: Path) -> bytes | None:
+    """What is in a file, if there is one."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError:
-        raise FedaggError(f"{path}: is damaged; the run has to be made again") from None
-    return dict(found)
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise FedaggError(f"{path}: cannot be read ({files.reason(error)}); it has to be a file that you may read") from None
+
+
+def parsed(text: bytes) -> dict[str, Any] | None:
+    """A JSON object; None where the text is anything else."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):  # among the first are bytes that are no text
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def a_round(row: dict[str, Any]) -> bool:
+    """Is this a line of metrics.jsonl? Rates are one number for each epoch, causes are words, all else is numbers."""
+    figures = {name: value for name, value in row.items() if name != "causes" and value is not None}
+    return "round" in figures and all(is_row(v) if name in RATES else is_number(v) for name, v in figures.items())
+
+
+def participants(row: dict[str, Any]) -> bool:
+    """Is this a line of clients.jsonl? Whoever took part has rates, and a distance moved."""
+    clients, rates, moved = (row.get(name, []) for name in ("clients", "rates", "moved"))
+    listed = is_row(clients) and is_row(moved) and isinstance(rates, list) and all(map(is_row, rates))
+    return is_number(row.get("round")) and listed and len(clients) == len(rates) == len(moved)
+
+
+def is_row(value: object) -> bool:
+    return isinstance(value, list) and all(map(is_number, value))
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float)

@@ -23,6 +23,8 @@ from fedagg.data import Dataset
 from fedagg.errors import SettingError
 from fedagg.federation import Result, build_model
 
+NUMBERS = {"accuracy", "best_accuracy", "loss", "seconds"}  # what a result says of a finished run
+
 
 def compare(
     algorithms: Annotated[str, typer.Argument(help="methods, separated by commas, e.g. fedagg,fedavg,fedadam")],
@@ -132,14 +134,13 @@ def run_all(
 def finished(folder: Path, given: Dataset) -> Result | None:
     """The result in a run folder, if the run came to its end."""
     facts = runs.whole(folder / "result.json")
-    if not facts or facts.get("interrupted"):
+    if facts.get("interrupted") or not facts.keys() >= NUMBERS:
         return None
     run = runs.load(folder)
     if not facts.get("rounds") == len(run.history) == run.config.rounds:  # it was gone on with afterwards, for more rounds
         return None
     model = trained(build_model(run.config, given), folder / "model.safetensors")
-    figures = ("accuracy", "best_accuracy", "loss", "seconds")
-    numbers: dict[str, Any] = {key: math.nan if facts[key] is None else facts[key] for key in figures}
+    numbers: dict[str, Any] = {key: math.nan if facts[key] is None else facts[key] for key in NUMBERS}
     result = Result(config=run.config, history=run.history, model=model, run=folder, **numbers)
     return replace(result, figures={key: value for key, value in facts.items() if key not in result.summary()})
 
