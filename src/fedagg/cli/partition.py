@@ -23,7 +23,7 @@ from fedagg.cli.show import out, waiting
 from fedagg.config import Config, resolve
 from fedagg.data import Dataset, load
 from fedagg.errors import FedaggError, FedaggWarning, SettingError
-from fedagg.federation import build_model
+from fedagg.federation import build_model, finite
 
 if TYPE_CHECKING:
     from fedagg.theory.heterogeneity import Dissimilarity, Distances
@@ -176,11 +176,6 @@ def summary(title: str, rows: dict[str, Distances], gradients: dict[str, Dissimi
     }
     unlike = {name: {"variance": one.variance, "ratio": finite(one.ratio)} for name, one in gradients.items()}
     return {"title": title, "splits": splits_found, "gradients": unlike, "out": str(folder)}
-
-
-def finite(value: float) -> float | None:
-    """JSON has no infinity."""
-    return value if math.isfinite(value) else None
 
 
 def tell(title: str, rows: dict[str, Distances], gradients: dict[str, Dissimilarity]) -> None:
