@@ -41,9 +41,9 @@ def settings(**changes) -> Config:
     return make(CUSTOM | {"clients": NODES, "participation": 0.5, "rounds": 3, "epochs": 2, "lr": 0.05} | changes)
 
 
-def simulated(name="linear", **changes):
+def simulated(name="linear", out=None, resume=None, **changes):
     data = fedagg.Dataset(DATA.x_train[:240], DATA.y_train[:240], DATA.x_test[:100], DATA.y_test[:100])
-    return fedagg.run(settings(**changes), data=data, model=model(name), parts=PARTS)
+    return fedagg.run(settings(**changes), data=data, model=model(name), parts=PARTS, out=out, resume=resume)
 
 
 def federated(name="linear", tamper=None, out=None, quorum=1, **changes):
@@ -352,6 +352,69 @@ def test_a_skipped_round_leaves_the_servers_state_alone():
     assert all(torch.equal(value, before.algorithm.state[name]) for name, value in skipped.algorithm.state.items())
 
 
+def test_an_answer_that_is_no_use_does_not_count_for_the_quorum():
+    lost, _ = federated(tamper=spoil(2, BAD["not a number"][0]), quorum=NODES, algorithm="fedavg", participation=1.0)
+    assert [row.get("unchanged", False) for row in lost.book.history] == [False, True, False]
+    assert lost.about[1]["left_out"] == {"2": "not finite"}
+
+
+def test_a_round_that_is_skipped_in_its_second_pass_leaves_the_servers_state_alone():
+    asked = []
+
+    def silence(sent, reply):
+        if reply.metadata.group_id == "2" and reply.metadata.src_node_id == 1002:
+            asked.append(1)
+            return [] if len(asked) == 2 else [reply]
+        return [reply]
+
+    options = {"algorithm": "fedagg", "estimator": "probe", "participation": 1.0}
+    skipped, _ = federated(tamper=silence, quorum=NODES, rounds=2, **options)
+    before, _ = federated(rounds=1, **options)
+    assert skipped.book.history[1]["unchanged"] is True
+    assert all(torch.equal(value, before.algorithm.state[name]) for name, value in skipped.algorithm.state.items())
+
+
+@pytest.mark.parametrize(("gone", "then"), [({1003}, set()), (set(), {1000})])
+def test_a_rehearsal_is_looked_up_by_client(gone, then):
+    """Nodes that came after it have the largest bound of those that were there, and the others their own."""
+    grid = HereGrid(client_app(model, node), NODES)
+    grid.gone = gone
+    orders = []
+
+    class Watched(FedAggStrategy):
+        def configure_train(self, server_round, arrays, config, grid):
+            grid.gone = then if server_round == 2 else grid.gone
+            return super().configure_train(server_round, arrays, config, grid)
+
+        def order(self, model, work, job, t, step):
+            orders.append((t, job.client, float(work.high[job.position]) if torch.is_tensor(work.high) else None))
+            return super().order(model, work, job, t, step)
+
+    strategy = Watched(model(), settings(variant="paper", estimator="pretrain", participation=1.0, rounds=2))
+    strategy.run(grid, wait=0)
+    rows = strategy.algorithm.state["rehearsed_beta"]
+    beta = {int(client): value for t, client, value in rows.tolist() if t == 1}
+    bounds = {client: high for t, client, high in orders if t == 1 and high is not None}
+    assert bounds.keys() == {0, 1, 2, 3} - {node - 1000 for node in then}
+    for client, high in bounds.items():
+        assert high == pytest.approx(min(0.999, 1 / beta.get(client, max(beta.values()))), rel=1e-5)
+
+
+def test_more_rounds_are_rehearsed_from_where_the_run_began(tmp_path):
+    options = {"variant": "paper", "estimator": "pretrain", "participation": 1.0}
+    federated(rounds=2, out=tmp_path / "run", **options)
+    grown, _ = federated(rounds=4, out=tmp_path / "run", **options)
+    simulated(rounds=2, out=tmp_path / "alone", **options)
+    alone = simulated(rounds=4, resume=tmp_path / "alone", **options)
+    assert torch.allclose(grown.now.w, grown.layout.pack(alone.model).w, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("setting", ["normalize", "validation", "dropout_rate", "flip_rate"])
+def test_settings_that_only_a_simulation_heeds_are_refused(setting):
+    with pytest.raises(SettingError, match=f"{setting}.*simulations"):
+        FedAggStrategy(model(), settings(**{setting: True if setting == "normalize" else 0.5}))
+
+
 def test_nodes_join_late_leave_and_come_back():
     grid = HereGrid(client_app(model, node), NODES)
     grid.gone = {1002, 1003}
@@ -426,6 +489,25 @@ def test_a_restarted_server_goes_on_as_if_nothing_had_happened(method, tmp_path)
     files = [tmp_path / run / name for run in ("cut", "whole") for name in ("clients.jsonl", "model.safetensors")]
     assert files[0].read_text() == files[2].read_text()
     assert files[1].read_bytes() == files[3].read_bytes()
+
+
+@pytest.mark.parametrize("other", ["scaffold", "feddyn"])
+def test_what_nodes_remember_of_another_run_is_not_taken_for_this_one(other, tmp_path):
+    whole, _ = federated(algorithm="scaffold", rounds=4)
+
+    def nodes(tamper=None):
+        grid = HereGrid(client_app(model, node), NODES, tamper)
+        for context in grid.contexts.values():
+            context.node_config["state-dir"] = str(tmp_path / "state")
+        return grid
+
+    config = settings(algorithm="scaffold", rounds=4)
+    with pytest.raises(PowerCut):
+        FedAggStrategy(model(), config, out=tmp_path / "cut").run(nodes(dies_in_round_3), wait=0)
+    FedAggStrategy(model(), settings(algorithm=other, rounds=2)).run(nodes(), wait=0)
+    again = FedAggStrategy(model(), config, out=tmp_path / "cut")
+    again.run(nodes(), wait=0)
+    assert torch.equal(again.now.w, whole.now.w)
 
 
 def test_settings_come_from_the_run_configuration():

@@ -223,7 +223,51 @@ def test_a_restarted_server_counts_the_round_that_was_cut_off(tmp_path):
     with pytest.raises(SettingError, match="privacy"):
         private(None, out=tmp_path, rounds=3)
     again, _ = private(privacy, out=tmp_path, rounds=3)
-    assert again.book.history[-1]["epsilon"] == epsilon(4, 1.0, 1e-5)
+    assert again.book.history[-1]["epsilon"] == epsilon(3, 1.0, 1e-5)  # the round was cut off before its sum was made
+
+
+@pytest.mark.parametrize("cut_in", [1, 2])
+def test_every_sum_that_was_used_is_counted_however_often_the_server_stops(tmp_path, cut_in):
+    """It stops three times while the new model is out for evaluation: each time the model was there to be seen."""
+
+    class Cut(HereGrid):
+        def send_and_receive(self, messages, *, timeout=None):
+            messages = list(messages)
+            if any(m.metadata.message_type == "evaluate" and m.metadata.group_id == str(cut_in) for m in messages):
+                raise PowerCut
+            return super().send_and_receive(messages, timeout=timeout)
+
+    def begin(grid):
+        strategy = FedAggStrategy(model(), settings(participation=1.0), privacy=Privacy(CLIP, 1.0), out=tmp_path)
+        strategy.run(grid(client_app(model, node), NODES), wait=0)
+        return strategy
+
+    for _ in range(3):
+        with pytest.raises(PowerCut):
+            begin(Cut)
+    assert begin(HereGrid).book.history[-1]["epsilon"] == epsilon(6, 1.0, 1e-5)
+
+
+def test_under_privacy_a_round_does_not_tell_who_answered():
+    """Not even when nobody does."""
+    with pytest.raises(SettingError, match="quorum"):
+        FedAggStrategy(model(), settings(), privacy=Privacy(CLIP, 1.0), quorum=2)
+    silent, _ = private(Privacy(CLIP, 1.0), lambda sent, reply: [], algorithm="fedavg", rounds=1)
+    assert silent.book.history[0]["epsilon"] == epsilon(1, 1.0, 1e-5)
+    assert not torch.equal(silent.now.w, silent.layout.pack(model()).w)
+
+
+def test_noise_does_not_move_what_is_frozen():
+    grid = HereGrid(client_app(lambda: model("lenet5"), node), NODES)
+    strategy = FedAggStrategy(
+        model("lenet5"), settings(algorithm="fedbabu", participation=1.0, rounds=1), privacy=Privacy(CLIP, 1.0)
+    )
+    strategy.run(grid, wait=0)
+    moved = strategy.now.w - strategy.layout.pack(model("lenet5")).w
+    frozen = strategy.algorithm.state["mask"] == 0
+    assert 0 < int(frozen.sum()) < len(moved)
+    assert torch.equal(moved[frozen], torch.zeros_like(moved[frozen]))
+    assert moved[~frozen].norm() > 0
 
 
 def test_privacy_refuses_what_it_cannot_cover():

@@ -24,7 +24,7 @@ WIDE = ("along", "rates", "classes", "counts")
 
 
 class NoClients(Exception):
-    """Not one valid client came back: the round leaves the model as it was."""
+    """Not one valid client came back, or fewer than the quorum: the round leaves the model as it was."""
 
 
 @dataclass
@@ -72,6 +72,7 @@ class Clients:
     robust: str = "mean"
     trim: float = 0.2
     downlink: Downlink = field(default_factory=Downlink)
+    quorum: int = 1  # valid answers that a round needs
     carried: dict[str, Tensor] = field(default_factory=dict)  # the server's state: the yardstick of absurd clients is kept in it
 
     passes: int = 0
@@ -140,7 +141,7 @@ class Clients:
         self.carried["yardstick"] = torch.tensor(usual, dtype=torch.float64)
         if self.memory is not None:
             self.memory.keep(job.client for job, ok in zip(gathered.jobs, valid, strict=True) if ok)
-        if not any(valid):
+        if sum(valid) < self.quorum:
             raise NoClients
         self.outcome = replace(gathered.outcome(valid, model), sent=work.field)
         return self.outcome

@@ -9,7 +9,6 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -249,14 +248,15 @@ def run(
             algorithm.prepare(begin, participants, config.rounds)
             for t in range(done, config.rounds):
                 clock = time.perf_counter()
-                clients, was, unchanged = participants(t), now, True
-                with suppress(NoClients):
+                clients, was, known = participants(t), now, dict(algorithm.state)
+                try:
                     now = algorithm.round(now, clients)
                     unchanged = clients.outcome is None and torch.equal(was.w, now.w)
+                except NoClients:
+                    unchanged = True
+                    algorithm.state |= known  # what an earlier pass of the round taught, too, is as it was
                 average = average + min(1.0, 9.0 / (t + 9.0)) * (now.w - average)
-                row = describe(t, clients, algorithm)
-                if unchanged:
-                    row["unchanged"] = True  # not one valid client: the model stays as it was
+                row = describe(t, clients, algorithm, unchanged)
                 if not follows and ((t + 1) % config.eval_every == 0 or t + 1 == config.rounds):
                     row["loss"], row["accuracy"] = evaluator(shown())
                 row["seconds"] = round(time.perf_counter() - clock, 6)
@@ -387,8 +387,8 @@ def spills(config: Config, clients: int, d: int) -> bool:
     return config.client_memory == "disk" or (config.client_memory == "auto" and clients * d * 4 > 4 << 30)
 
 
-def describe(t: int, clients: Clients, algorithm: algorithms.Algorithm) -> dict[str, Any]:
-    """A line of metrics.jsonl."""
+def describe(t: int, clients: Clients, algorithm: algorithms.Algorithm, unchanged: bool) -> dict[str, Any]:
+    """A line of metrics.jsonl. In a round that left the model as it was, the algorithm has no figures of its own."""
     row: dict[str, Any] = {"round": t + 1}
     out = clients.outcome
     if out is not None:
@@ -399,6 +399,7 @@ def describe(t: int, clients: Clients, algorithm: algorithms.Algorithm) -> dict[
             for name, value in (("mean", sum(made) / len(made)), ("min", min(made)), ("max", max(made))):
                 row.setdefault(f"rate_{name}", []).append(value)
         row["drift"], row["drift_max"] = float(out.norm2.sqrt().mean()), float(out.norm2.sqrt().max())
+    figures = {name: value for name, value in algorithm.figures().items() if math.isfinite(value)}
     return row | {
         "passes": clients.passes,
         "participants": len(clients.ids),
@@ -408,7 +409,7 @@ def describe(t: int, clients: Clients, algorithm: algorithms.Algorithm) -> dict[
         "samples": clients.samples_seen,
         "bytes_up": clients.bytes_up,
         "bytes_down": clients.bytes_down,
-        **{name: value for name, value in (algorithm.figures() if out is not None else {}).items() if math.isfinite(value)},
+        **({"unchanged": True} if unchanged else figures),
     }
 
 

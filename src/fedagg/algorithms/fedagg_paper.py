@@ -40,7 +40,7 @@ class FedAggPaper(Algorithm):
             return
         phi1: list[Tensor] = []
         phi2: list[Tensor] = []
-        betas: list[Tensor] = []
+        betas: list[Tensor] = []  # rows of round, client, β: who takes part may be another when training comes to the round
         accounts: list[Tensor] = []
         for t in range(rounds):
             now, self.epsilon = replace(clients(t), model=model), UNKNOWN
@@ -49,17 +49,19 @@ class FedAggPaper(Algorithm):
             except NoClients:  # nobody to learn from: the terms of the round before, and at first none, which is a rate of zero
                 zero = model.w.new_zeros(now.epochs + 1, len(model.w))
                 field = MeanField(phi1[-1], phi2[-1]) if phi1 else MeanField(zero[1:], zero)
-                betas.append(betas[-1] if betas else torch.ones(len(now.ids)))
+                beta = torch.full((len(now.ids),), float(betas[-1][:, 2].max()) if betas else 1.0)
             else:
-                betas.append(self.smoothness(out, now))
+                beta = self.smoothness(out, now)
                 model = model.moved(out.mean, out.buffers)
             phi1.append(field.phi1)
             phi2.append(field.phi2)
+            ids = torch.tensor(now.ids)
+            betas.append(torch.stack([torch.full_like(ids, t), ids, beta], 1).double())
             account = (now.passes, now.samples_seen, now.bytes_up, now.bytes_down, *self.epsilon)
             accounts.append(torch.tensor(account, dtype=torch.float64))
         self.state["rehearsed_account"] = torch.stack(accounts)
         self.state |= {"rehearsed1": torch.stack(phi1), "rehearsed2": torch.stack(phi2)}
-        self.state["rehearsed_beta"] = torch.stack(betas)
+        self.state["rehearsed_beta"] = torch.cat(betas)
 
     def estimate(self, clients: Clients) -> tuple[Outcome, MeanField]:
         """Algorithm 1 at this round's w̄: passes from the base rate until φ1 and φ2 stand still, or `passes` of them."""
@@ -79,11 +81,7 @@ class FedAggPaper(Algorithm):
     def smoothness(self, out: Outcome, clients: Clients) -> Tensor:
         """β_i by participant; the round's largest for those that did not answer."""
         assert out.beta is not None
-        beta = torch.full((len(clients.ids),), float(out.beta.max()))
-        known = dict(zip(out.clients, out.beta.tolist(), strict=True))
-        for position, client in enumerate(clients.ids):
-            beta[position] = known.get(client, beta[position])
-        return beta
+        return by_participant(dict(zip(out.clients, out.beta.tolist(), strict=True)), clients)
 
     def plan(self, field: MeanField, out: Outcome | Tensor, clients: Clients) -> Work:
         """Theorem 1 around these mean-field terms, and the direction of the step."""
@@ -105,7 +103,7 @@ class FedAggPaper(Algorithm):
         if self.estimator == "pretrain":
             self.charge(clients)
             field = MeanField(self.state["rehearsed1"][clients.t], self.state["rehearsed2"][clients.t])
-            work = self.plan(field, self.state["rehearsed_beta"][clients.t], clients)
+            work = self.plan(field, self.rehearsed(clients), clients)
         elif self.estimator == "history":
             work = self.remembered(clients)
         else:
@@ -116,6 +114,12 @@ class FedAggPaper(Algorithm):
             gram = (work.field.double() @ work.field.double().T).cpu()
             self.departure = departure(out.norm2, out.along, gram, out.rates)
         return self.update(model, out, clients)
+
+    def rehearsed(self, clients: Clients) -> Tensor:
+        """β_i by participant, from the rehearsal of this round."""
+        rows = self.state["rehearsed_beta"]
+        known = {int(client): beta for _, client, beta in rows[rows[:, 0] == clients.t].tolist()}
+        return by_participant(known, clients)
 
     def charge(self, clients: Clients) -> None:
         """What the rehearsal of this round cost is part of what the round cost."""
@@ -142,3 +146,9 @@ class FedAggPaper(Algorithm):
     def figures(self) -> dict[str, float]:
         passes = {"epsilon1": self.epsilon[0], "epsilon2": self.epsilon[1]} if self.passes > 1 else {}
         return passes | {"departure": self.departure}
+
+
+def by_participant(known: dict[int, float], clients: Clients) -> Tensor:
+    """A value for everybody who takes part; the largest for those of whom there is none."""
+    most = max(known.values())
+    return torch.tensor([known.get(client, most) for client in clients.ids])

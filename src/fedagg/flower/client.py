@@ -75,7 +75,7 @@ def client_app(
             updates_only(work, "quiet")
         memory = ClientMemory(client + 1, setting.layout.d)
         if work.memory:
-            memory.write(client, recall(context, order.accepted, setting.layout.d))
+            memory.write(client, recall(context, order, setting.layout.d))
         (chunk,) = Sequential(setting).run(at, work, [job], memory)
         if work.memory:
             method = algorithms.build(order.method, order.options)
@@ -137,12 +137,12 @@ def told_apart(module: nn.Module, head: str, node: NodeData) -> int:
     return seen[0]
 
 
-def recall(context: Context, accepted: tuple[int, int], d: int) -> Tensor:
+def recall(context: Context, order: messages.Order, d: int) -> Tensor:
     """What the node remembers. An answer that the server did not count, or never got, leaves no trace in it."""
-    found = from_context(context) or from_disk(context)
+    found = from_context(context) or from_disk(context, order.run)
     if found is not None and found["kept"].numel() == d:
         for name, tag in zip(("kept", "staged"), found["tags"].tolist(), strict=True):
-            if tuple(tag) == accepted:
+            if tuple(tag) == order.accepted:
                 return found[name]
     return torch.zeros(d)
 
@@ -153,7 +153,7 @@ def keep(context: Context, kept: Tensor, staged: Tensor, order: messages.Order) 
     tags = torch.tensor([order.accepted, (order.round, order.step)])
     rows = {"kept": kept.cpu(), "staged": staged.cpu(), "tags": tags}
     context.state["memory"] = ArrayRecord({name: Array(row.numpy()) for name, row in rows.items()})
-    if (path := state_file(context)) is not None:
+    if (path := state_file(context, order.run)) is not None:
         files.write(files.folder(path.parent, "state-dir") / path.name, save_tensors(rows))
 
 
@@ -162,12 +162,12 @@ def from_context(context: Context) -> dict[str, Tensor] | None:
     return None if record is None else {name: torch.from_numpy(row.numpy().copy()) for name, row in record.items()}
 
 
-def from_disk(context: Context) -> dict[str, Tensor] | None:
-    """A new run, such as that of a restarted server, begins with an empty `context.state`: the disk remembers."""
-    path = state_file(context)
+def from_disk(context: Context, run: int) -> dict[str, Tensor] | None:
+    """For Flower a restarted server is a new run, and begins with an empty `context.state`: the disk remembers."""
+    path = state_file(context, run)
     return load_tensors(path.read_bytes()) if path is not None and path.exists() else None
 
 
-def state_file(context: Context) -> Path | None:
+def state_file(context: Context, run: int) -> Path | None:
     where = context.node_config.get("state-dir")
-    return None if where is None else Path(str(where)) / f"client-{client_of(context)}.safetensors"
+    return None if where is None else Path(str(where)) / f"client-{client_of(context)}-run-{run:016x}.safetensors"

@@ -41,6 +41,7 @@ class Order:
     round: int
     step: int  # the pass within the round
     seed: int
+    run: int  # a number of the run's own, for those who remember
     accepted: tuple[int, int]  # round and pass of the node's last answer that counted
     method: str
     options: dict[str, Any]
@@ -119,7 +120,7 @@ def write_order(order: Order, packed: Packed | None) -> tuple[ArrayRecord, Confi
     if work.represent is not None:
         config["represent"] = work.represent
     if work.memory:
-        config["method"], config["options"] = order.method, json.dumps(order.options)
+        config["run"], config["method"], config["options"] = f"{order.run:x}", order.method, json.dumps(order.options)
     return arrays(order.model), config
 
 
@@ -160,6 +161,7 @@ def read_order(content: RecordDict, layout: Layout) -> Order:
         round=int(config["round"]),
         step=int(config["pass"]),
         seed=int(config["seed"]),
+        run=int(config.get("run", "0"), 16),
         accepted=(int(config["accepted"][0]), int(config["accepted"][1])),
         method=str(config.get("method", "")),
         options=json.loads(config.get("options", "{}")),

@@ -114,11 +114,12 @@ class PrivateClients(Clients):
                     self.left_out[job.client] = "not finite"
                     continue
                 total += delta * min(1.0, strategy.privacy.clipping_norm / max(length, 1e-30))
-        strategy.releases += 1
+        strategy.release()
         self.passes += 1
         self.bytes_down += len(self.ids) * wire.down(work, model, self.downlink.bits)
         self.bytes_up += answered * wire.up(work, model, self.epochs)
-        return self.told((strategy.privacy.noisy(total) / len(self.ids)).to(model.w), work, model)
+        mean = (strategy.privacy.noisy(total) / len(self.ids)).to(model.w)
+        return self.told(mean if work.mask is None else mean * work.mask, work, model)  # what is frozen is known to stand still
 
     def told(self, mean: Tensor, work: Work, model: Model) -> Outcome:
         """The noisy mean update as an outcome in which every client did what the mean did."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -24,12 +25,12 @@ from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
 import fedagg
-from fedagg import algorithms, checkpoint, record
+from fedagg import algorithms, checkpoint, files, record
 from fedagg.checkpoint import Checkpoint
 from fedagg.clients import Clients, NoClients
 from fedagg.config import Config
 from fedagg.engines.base import Chunk, Job, Memory, Work
-from fedagg.errors import SettingError
+from fedagg.errors import FedaggError, SettingError
 from fedagg.federation import client_options, describe, describe_clients, freeze, revive
 from fedagg.flat import Layout, Model
 from fedagg.flower import messages
@@ -41,6 +42,9 @@ from fedagg.quantize import Downlink
 
 log = getLogger("flwr").log
 NEVER = (-1, -1)
+RELEASES = "releases"  # the file that counts noisy sums
+# Settings of the configuration that nothing here would heed.
+SIMULATED = ("normalize", "validation", "dropout_rate", "straggler_rate", "corrupt_rate", "flip_rate")
 LATE = "no answer in time"
 # What Flower itself answers for a node, in the record's words.
 CAUSES = {ErrorCode.MESSAGE_UNAVAILABLE: LATE, ErrorCode.NODE_UNAVAILABLE: "left during the round"}
@@ -82,11 +86,15 @@ class Remote:
                     reason = " ".join(str(reply.error.reason).split())[-300:]
                     raise BadAnswer(CAUSES.get(reply.error.code, f"failed: {reason}"))
                 job = wanted[client]
-                chunks[client] = messages.read_answer(reply.content, job, model, work, strategy.local, strategy.layout, head)
+                chunk = messages.read_answer(reply.content, job, model, work, strategy.local, strategy.layout, head)
+                if work.mask is not None:
+                    chunk.delta *= work.mask  # noise that a node adds to all of its answer must not move what is frozen
+                chunks[client] = chunk
                 del self.left_out[client]
             except BadAnswer as bad:
                 self.left_out[client] = str(bad)
-        if len(chunks) < strategy.quorum:
+        # Under privacy a round must not tell how many answered: what is missing counts as zero.
+        if len(chunks) < strategy.quorum and strategy.privacy is None:
             raise TooFew
         for job in jobs:
             if job.client in chunks:
@@ -102,6 +110,7 @@ class Turn:
     began: float
     talk: Conversation[list[Message], list[Message], Model] | None = None
     error: Tensor | None = None  # what the downlink's rounding had kept back before the round
+    known: dict[str, Tensor] = field(default_factory=dict)  # the algorithm's state before the round
     remarks: dict[int, str] = field(default_factory=dict)
     tests: list[Message] = field(default_factory=list)  # the questions of the evaluation
     skipped: bool = True  # until there is a new model
@@ -140,17 +149,23 @@ class FedAggStrategy(Strategy):
             raise SettingError("secure", True, "needs a model without buffers; use group instead of batch normalisation")
         if privacy is not None and (secure or self.layout.b or config.robust != "mean"):
             raise SettingError("privacy", True, "needs a model without buffers, robust = 'mean', and secure = false")
+        if privacy is not None and quorum != 1:
+            raise SettingError("quorum", quorum, "under privacy no round may depend on who answers; leave it out")
+        for name in SIMULATED:
+            if (value := getattr(config, name)) != Config.model_fields[name].default:
+                raise SettingError(name, value, "is for simulations: nodes have their own data and faults; leave it out")
         self.local = client_options(config)
         self.members = Members(self.layout)
         self.downlink = Downlink(config.downlink_bits, config.seed)
         self.algorithm = algorithms.build(config.method, config.model_dump())
         known = {f.name for f in fields(self.algorithm) if f.init}
         self.options = {k: v for k, v in config.model_dump().items() if k in known and v is not None}
-        self.now = self.layout.pack(module)
+        self.begin = self.now = self.layout.pack(module)
         self.average = self.now.w
         self.algorithm.start(self.now, module, self.layout)
         self.accepted: dict[int, tuple[int, int]] = {}
         self.done, self.seconds, self.releases = 0, 0.0, 0
+        self.token = secrets.randbits(62)  # of this run, so that nodes do not take what they remember of another for it
         self.turn: Turn | None = None
         self.grid: Grid | None = None
         self.extra = ConfigRecord()
@@ -168,6 +183,7 @@ class FedAggStrategy(Strategy):
             self.book = record.Record(folder, config, environment)
         if self.book.resumed is not None:
             self.restore(self.book.resumed)
+        self.releases = max(self.releases, self.counted())
 
     # What Flower asks of a strategy, in the order it asks.
 
@@ -195,7 +211,7 @@ class FedAggStrategy(Strategy):
         self.members.refresh(grid)
         self.now = messages.read_model(arrays, self.layout)  # a wrapper may have added its noise
         clients = self.participants(self.done)
-        self.turn = Turn(self.done, clients, began, error=self.downlink.error)
+        self.turn = Turn(self.done, clients, began, error=self.downlink.error, known=dict(self.algorithm.state))
         if len(clients.ids) < self.quorum:
             there = len(clients.ids)
             log(WARNING, "round %s is skipped: %s nodes are there, %s are needed", self.done + 1, there, self.quorum)
@@ -215,10 +231,12 @@ class FedAggStrategy(Strategy):
                     talk.answer(list(self.grid.send_and_receive(talk.question, timeout=self.timeout)))
             except TooFew:
                 self.downlink.error = turn.error
+                self.algorithm.state |= turn.known
                 causes = ", ".join(f"client {k}: {v}" for k, v in sorted(turn.clients.left_out.items()))
                 log(WARNING, "round %s is skipped: under %s usable answers (%s)", turn.t + 1, self.quorum, causes)
             except NoClients:
-                log(WARNING, "round %s leaves the model as it was: not one answer is valid", turn.t + 1)
+                self.algorithm.state |= turn.known
+                log(WARNING, "round %s leaves the model as it was: under %s valid answers", turn.t + 1, self.quorum)
         if talk is None or talk.result is None:
             return None, None
         turn.skipped = False
@@ -249,7 +267,7 @@ class FedAggStrategy(Strategy):
         """The nodes' own test results, weighted by their test samples; and the round's end: record, checkpoint."""
         assert self.turn is not None
         turn = self.turn
-        row = describe(turn.t, turn.clients, self.algorithm) | ({"unchanged": True} if turn.skipped else {})
+        row = describe(turn.t, turn.clients, self.algorithm, turn.skipped)
         scores: dict[int, tuple[float, float, float]] = {}
         asked = {test.metadata.message_id: self.members.client(test.metadata.dst_node_id) for test in turn.tests}
         for reply in replies:
@@ -314,6 +332,7 @@ class FedAggStrategy(Strategy):
             robust=self.config.robust,
             trim=self.config.trim,
             downlink=self.downlink,
+            quorum=self.quorum,
             carried=self.algorithm.state,
             left_out=left_out,
         )
@@ -323,7 +342,7 @@ class FedAggStrategy(Strategy):
         assert self.turn is not None
         self.ask = ask
         if not self.prepared:
-            self.algorithm.prepare(self.now, self.participants, self.config.rounds)
+            self.algorithm.prepare(self.begin, self.participants, self.config.rounds)
             self.prepared = True
         return self.algorithm.round(self.now, self.turn.clients)
 
@@ -346,6 +365,7 @@ class FedAggStrategy(Strategy):
             round=t,
             step=step,
             seed=job.seed,
+            run=self.token,
             accepted=self.accepted.get(job.client, NEVER),
             method=self.config.method,
             options=self.options,
@@ -368,19 +388,34 @@ class FedAggStrategy(Strategy):
         if client is not None:
             self.remark(client, "answered too late; not used")
 
+    def release(self) -> None:
+        """A noisy sum is about to be used. It is counted on the disk first: a server that is stopped now, and does the round
+        again, shows another."""
+        self.releases += 1
+        if self.book.folder is not None:
+            files.write(self.book.folder / RELEASES, str(self.releases))
+
+    def counted(self) -> int:
+        """The noisy sums that the run has used, as far as the disk knows."""
+        path = self.book.folder / RELEASES if self.book.folder is not None else None
+        if path is None or not path.exists():
+            return 0
+        try:
+            return int(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            raise FedaggError(f"{path}: is damaged, and with it what the run has told; begin a new one") from None
+
     def snapshot(self) -> Checkpoint:
         saved = freeze(self.done, self.now, self.average, self.algorithm, self.downlink)
         rows = [(client, *tag) for client, tag in sorted(self.accepted.items())]
         saved.tensors["accepted"] = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
-        saved.facts |= {"seconds": self.seconds, "identity": self.identity, "releases": self.releases}
+        saved.facts |= {"seconds": self.seconds, "identity": self.identity, "releases": self.releases, "token": self.token}
         return saved
 
     def restore(self, saved: Checkpoint) -> None:
         checkpoint.same_form(freeze(0, self.now, self.average, self.algorithm, self.downlink).tensors, saved.tensors)
         self.done, self.seconds = saved.round, float(saved.facts["seconds"])
         self.now, self.average = revive(saved, self.algorithm, self.downlink, torch.device("cpu"))
-        if self.privacy is not None:
-            # The round that was cut off may have shown a noisy model before it ended; done again, it shows another.
-            self.releases = int(saved.facts["releases"]) + 1
+        self.releases, self.token = int(saved.facts["releases"]), int(saved.facts["token"])
         self.accepted = {client: (t, step) for client, t, step in saved.tensors["accepted"].tolist()}
         log(INFO, "going on after round %s", self.done)
