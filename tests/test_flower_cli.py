@@ -99,6 +99,41 @@ def test_nothing_starts_without_keys_unless_asked_loudly(project):
         assert after.startswith(("superlink --insecure", "supernode --insecure"))
 
 
+@pytest.mark.parametrize("host", ["", "fed.example.org:8000", "[::1]:8000", "https://fed.example.org", "fed example", "dömäne.org"])
+def test_a_host_is_a_name_without_a_port(project, host):
+    with pytest.raises(FedaggError, match=r"^host = .*without a port$"):
+        call("keys", str(project), "--host", host)
+    assert not (project / "keys").exists()
+
+
+@pytest.fixture
+def superlink(project, monkeypatch):
+    """A flwr that knows node-0 and does not like node-1."""
+    call("keys", str(project), "--nodes", "3")
+    flwr = project / "flwr"
+    flwr.write_text(
+        "#!/bin/sh\necho $3 >> $0.log\n"
+        "case $3 in *node-0.pub) echo '[code: 23] Public key already'; echo 'in use.'; exit 1;; "
+        "*node-1.pub) test -e $0.kind || { echo no such curve >&2; exit 1; };; esac\n"
+    )
+    flwr.chmod(0o755)
+    monkeypatch.setattr("fedagg.cli.flower.shutil.which", lambda *args, **options: str(flwr))
+    return project
+
+
+def test_registering_tries_all_keys_and_tells_what_failed_at_the_end(superlink):
+    with pytest.raises(FedaggError, match=r"^1 of 3 keys were not registered: .*node-1.pub: no such curve$"):
+        call("register", str(superlink))
+    assert len((superlink / "flwr.log").read_text().splitlines()) == 3
+
+
+def test_registering_again_adds_the_new_nodes(superlink):
+    (superlink / "flwr.kind").touch()
+    keys = superlink / "keys"
+    told = call("register", str(superlink)).splitlines()
+    assert told == [f"registered already: {keys / 'node-0.pub'}", *(f"registered {keys / f'node-{k}.pub'}" for k in (1, 2))]
+
+
 def test_registering_needs_keys(project):
     with pytest.raises(FedaggError, match="fedagg flower keys"):
         call("register", str(project))

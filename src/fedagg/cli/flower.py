@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ app = typer.Typer(help="A real federation on Flower: a project to start from, ke
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="the project's folder")]
 # Always in the server's certificate: Flower's own processes talk over loopback.
 LOCAL = ("localhost", "127.0.0.1", "::1")
+KNOWN = "Public key already in use"  # what flwr says of a key that is registered
 
 
 @app.command()
@@ -55,7 +57,8 @@ def keys(
 
 @app.command()
 def register(folder: Folder) -> None:
-    """Tell the running SuperLink which nodes may join: those with a public key in DIR/keys."""
+    """Tell the running SuperLink which nodes may join: those with a public key in DIR/keys. To add a node, put its key there
+    and say it again."""
     flwr = shutil.which("flwr", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
     if flwr is None:
         raise FedaggError("the command flwr was not found; install it in the clone of fedagg, with: pip install -e '.[flower]'")
@@ -63,12 +66,18 @@ def register(folder: Folder) -> None:
     if not public:
         raise SettingError("DIR", str(folder), "has no keys/node-*.pub; make them with: fedagg flower keys DIR")
     home = {**os.environ, "FLWR_HOME": str((folder / ".flwr").resolve())}
+    failures: dict[str, list[str]] = {}  # what flwr said -> of which keys
     for key in public:
         words = [flwr, "supernode", "register", str(key), "deployment"]
         done = subprocess.run(words, env=home, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise FedaggError(f"{key}: was not registered: {' '.join((done.stdout + done.stderr).split())[-300:]}")
-        typer.echo(f"registered {key}")
+        said = " ".join(re.sub("[\u2500-\u257f]", " ", done.stdout + done.stderr).split())  # without the box around it
+        if done.returncode and KNOWN not in said:
+            failures.setdefault(said[-300:], []).append(key.name)
+        else:
+            typer.echo(f"registered {'already: ' if done.returncode else ''}{key}")
+    if failures:
+        causes = "; ".join(f"{', '.join(keys)}: {said}" for said, keys in failures.items())
+        raise FedaggError(f"{sum(map(len, failures.values()))} of {len(public)} keys were not registered: {causes}")
 
 
 def copy(source: Traversable, target: Path) -> None:

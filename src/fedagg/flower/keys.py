@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,12 +30,13 @@ def make(folder: Path, nodes: int, hosts: Sequence[str]) -> list[Path]:
     """
     if (folder / "server.key").exists():
         raise SettingError("keys", str(folder), "holds keys already; remove them to make new ones")
+    names = [general_name(host) for host in dict.fromkeys(hosts)]
     files.folder(folder, "keys")
     folder.chmod(0o700)
     authority, server = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
     issuer = name("fedagg federation authority")
     own = certificate(issuer, issuer, authority, authority, [], ca=True)
-    signed = certificate(issuer, name(hosts[0]), authority, server, hosts, ca=False)
+    signed = certificate(issuer, name(hosts[0]), authority, server, names, ca=False)
     written = [
         public(folder / "ca.crt", own.public_bytes(Encoding.PEM)),
         public(folder / "server.crt", signed.public_bytes(Encoding.PEM)),
@@ -62,7 +64,7 @@ def certificate(
     subject: x509.Name,
     signer: ec.EllipticCurvePrivateKey,
     holder: ec.EllipticCurvePrivateKey,
-    hosts: Sequence[str],
+    names: Sequence[x509.GeneralName],
     ca: bool,
 ) -> x509.Certificate:
     now = datetime.datetime.now(datetime.UTC)
@@ -82,8 +84,7 @@ def certificate(
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer_key), critical=False)
     )
     if not ca:
-        names = x509.SubjectAlternativeName([general_name(host) for host in dict.fromkeys(hosts)])
-        builder = builder.add_extension(names, critical=False)
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
         builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
     return builder.sign(signer, hashes.SHA384())
 
@@ -92,10 +93,10 @@ def general_name(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
-        try:
-            return x509.DNSName(host)
-        except ValueError:
-            raise SettingError("host", host, "give a name in ASCII or an IP address") from None
+        if not re.fullmatch(r"[\w*-]+(\.[\w-]+)*", host, re.ASCII):
+            fix = "give a name in ASCII or an IP address, without a port"
+            raise SettingError("host", host, fix) from None
+        return x509.DNSName(host)
 
 
 def private(path: Path, content: bytes) -> Path:
