@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 
 pytest.importorskip("flwr", reason="needs fedagg[flower]")
 
 import numpy as np
 import torch
-from flwr.app import Array, Error, Message
+from flwr.app import Array, Error, Message, MetricRecord
+from flwr.client.mod import secaggplus_mod
 from flwr.common.constant import ErrorCode
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -145,6 +148,19 @@ def with_metric(name, value):
     return how
 
 
+def archive(sent, reply):
+    """Numpy reads it as what it reads, and it is no array."""
+    held = io.BytesIO()
+    np.savez(held, weights=reply.content["arrays"]["weights"].numpy())
+    reply.content["arrays"]["weights"].data = held.getvalue()
+    return [reply]
+
+
+def far_in_many_steps(sent, reply):
+    """A step is as long as the others', if there are enough of them."""
+    return with_metric("steps", 2**50)(sent, *with_weights(lambda w: w + np.float32(1e6))(sent, reply))
+
+
 BAD = {
     "missing": (lambda sent, reply: [], "no answer in time"),
     "error": (lambda sent, reply: [Message(Error(1, "disk\nfull"), reply_to=sent)], "failed: disk full"),
@@ -159,8 +175,15 @@ BAD = {
     "no metrics": (without("metrics"), "sent an incomplete answer"),
     "loss": (with_metric("loss", float("nan")), "not finite"),
     "rates": (with_metric("rates", [0.1]), "sent an incomplete answer"),
-    "negative": (with_metric("rates", [-0.1, 0.1]), "sent steps or rates that cannot be"),
-    "steps": (with_metric("steps", 0), "sent steps or rates that cannot be"),
+    "negative": (with_metric("rates", [-0.1, 0.1]), "sent rates that cannot be"),
+    "no rates": (with_metric("rates", [0.0, 0.0]), "sent rates that cannot be"),
+    "other rates": (with_metric("rates", [0.05, 0.06]), "sent rates that cannot be"),
+    "steps": (with_metric("steps", 0), "made 0 steps, its 70 samples take 6"),
+    "endless steps": (with_metric("steps", float("inf")), "made inf steps, its 70 samples take 6"),
+    "many steps": (far_in_many_steps, "made 1.1259e+15 steps, its 70 samples take 6"),
+    "first": (with_metric("first", float("nan")), "sent a first loss that cannot be"),
+    "huge first": (with_metric("first", 1e300), "sent a first loss that cannot be"),
+    "archive": (archive, "sent weights of the wrong shape"),
 }
 
 
@@ -188,6 +211,181 @@ def test_fedagg_does_not_take_a_broken_line_for_a_broken_model(kind):
     strategy, _ = federated(tamper=spoil(2, BAD[kind][0]), algorithm="fedagg", participation=1.0)
     assert [row["caution"] for row in strategy.book.history] == [1.0, 1.0, 1.0]
     assert strategy.about[1]["clients"] == [0, 1, 3]
+
+
+@pytest.mark.parametrize("kind", ["no rates", "many steps", "first", "huge first"])
+@pytest.mark.parametrize("method", ["fedagg", "fedcm", "scaffold"])
+def test_numbers_beside_the_update_cannot_spoil_what_a_method_remembers(method, kind):
+    how, cause = BAD[kind]
+    options = {"algorithm": method, "participation": 1.0, "rounds": 4}
+    strategy, _ = federated(tamper=spoil(2, how), **options)
+    missing, _ = federated(tamper=spoil(2, BAD["missing"][0]), **options)
+    assert strategy.about[1]["left_out"] == {"2": cause}
+    assert torch.equal(strategy.now.w, missing.now.w)
+
+
+@pytest.mark.parametrize("times", [1.5, 1e-3])
+def test_fedagg_leaves_out_rates_beyond_its_bounds(times):
+    def how(sent, reply):
+        asked = sent.content["config"]
+        assert asked["low"] < asked["high"]
+        end = asked["high"] if times > 1 else asked["low"]
+        return with_metric("rates", [times * end] * 2)(sent, reply)
+
+    strategy, _ = federated(tamper=spoil(2, how), algorithm="fedagg", participation=1.0)
+    assert strategy.about[1]["left_out"] == {"2": "sent rates that cannot be"}
+
+
+HONEST = [{"algorithm": name} for name in ("fedavg", "fedprox", "feddyn", "scaffold", "fedcm", "fedexp", "fedadam", "fedagg")]
+HONEST += [{"variant": "paper", "estimator": name, "passes": 2} for name in ("probe", "history", "pretrain")]
+HONEST += [{"algorithm": "fedagg", "estimator": "probe", "downlink_bits": 3, "rounds": 8}]
+
+
+@pytest.mark.parametrize("changes", HONEST)
+def test_honest_nodes_are_not_left_out(changes):
+    strategy, _ = federated(**changes)
+    assert [row["left_out"] for row in strategy.book.history] == [0] * strategy.done
+
+
+def test_training_that_blows_up_is_judged_as_in_the_simulator():
+    """Its losses and rates are no numbers, and FedAgg is to know of it."""
+    options = {"algorithm": "fedagg", "participation": 1.0, "lr": 1e3}
+    alone = simulated("lenet5", **options)
+    strategy, _ = federated("lenet5", **options)
+    assert [row["left_out"] for row in strategy.book.history] == [row["left_out"] for row in alone.history] == [3, 3, 3]
+    assert strategy.about[0]["left_out"]["2"] == "not finite"
+    assert torch.allclose(strategy.now.w, strategy.layout.pack(alone.model).w, rtol=0, atol=1e-5)
+
+
+class LyingGrid(HereGrid):
+    """Node 1002 says what it likes to questions of one kind."""
+
+    kind: str
+    lies: dict
+
+    def send_and_receive(self, messages, *, timeout=None):
+        replies = list(super().send_and_receive(messages, timeout=timeout))
+        for reply in replies:
+            if (reply.metadata.message_type, reply.metadata.src_node_id) == (self.kind, 1002):
+                reply.content["metrics"] = MetricRecord(dict(reply.content["metrics"]) | self.lies)
+        return replies
+
+
+def lied_to(kind, lies, **changes):
+    grid = LyingGrid(client_app(model, node), NODES)
+    grid.kind, grid.lies = kind, lies
+    strategy = FedAggStrategy(model(), settings(algorithm="fedavg", participation=1.0, **changes))
+    strategy.run(grid, wait=0)
+    return strategy
+
+
+@pytest.mark.parametrize(("samples", "refused"), [(10**12, False), (2**62, True)])
+def test_a_node_that_claims_too_many_samples_takes_no_memory_and_no_part(samples, refused):
+    strategy = lied_to("query", {"num-examples": samples})
+    assert [row["clients"] for row in strategy.about] == [[0, 1, 3]] * 3
+    assert strategy.members.refused == ({1002: f"it claims {samples} samples, more than a node can hold"} if refused else {})
+
+
+SCORES = [
+    {"accuracy": 1e9},
+    {"accuracy": -0.1},
+    {"accuracy": float("nan")},
+    {"accuracy": [0.5]},
+    {"loss": 1e300},
+    {"loss": float("nan")},
+    {"num-examples": 2**62},
+    {"num-examples": 10.5},
+    {"num-examples": -1},
+]
+
+
+@pytest.mark.parametrize("lies", SCORES)
+def test_test_results_that_cannot_be_are_not_used(lies):
+    strategy = lied_to("evaluate", lies, rounds=2)
+    honest, _ = federated(algorithm="fedavg", participation=1.0, rounds=2)
+    for here, there in zip(strategy.book.history, honest.book.history, strict=True):
+        assert (here["tested"], there["tested"]) == (3, 4)  # all nodes have the same test samples
+        assert (here["loss"], here["accuracy"]) == pytest.approx((there["loss"], there["accuracy"]))
+    what = "an incomplete answer" if isinstance(lies.get("accuracy"), list) else "test results that cannot be"
+    assert strategy.about[1]["remarks"] == {"2": f"sent {what}; not used"}
+
+
+def test_a_node_whose_first_hello_fails_is_asked_again():
+    hellos = []
+
+    def late(context):
+        number = context.node_config["partition-id"]
+        hellos.append(number)
+        if number == 3 and hellos.count(3) < 3:  # the first two times
+            raise OSError("share not mounted yet")
+        return node(context)
+
+    strategy = FedAggStrategy(model(), settings(algorithm="fedavg", participation=1.0))
+    strategy.run(HereGrid(client_app(model, late), NODES), wait=0)
+    assert [row["clients"] for row in strategy.about] == [[0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3]]
+    assert strategy.members.refused == strategy.members.failed == {}
+
+
+def veiled(name="linear", evil=None, tamper=None, **changes):
+    """A run under secure aggregation; in round 2, `evil` alters what client 2 answers in the clear."""
+
+    def mod(message, context, call_next):
+        reply = call_next(message, context)
+        if evil and context.node_config["partition-id"] == 2 and message.content["config"].get("round") == 1:
+            evil(reply.content)
+        return reply
+
+    grid = HereGrid(client_app(lambda: model(name), node, mods=[secaggplus_mod, mod]), NODES, tamper)
+    strategy = FedAggStrategy(model(name), settings(participation=1.0, **changes), secure=True)
+    strategy.run(grid, wait=0)
+    return strategy
+
+
+def saying(name, value):
+    return lambda content: content.config_records["fitres.metrics"].update({name: value})
+
+
+INCOMPLETE = "sent an incomplete answer"
+VEILED = {
+    "no along": (lambda content: content.config_records["fitres.metrics"].pop("along"), INCOMPLETE),
+    "long along": (saying("along", "[1.0, 2.0]"), INCOMPLETE),
+    "infinite along": (saying("along", "[1" + 400 * "0" + "]"), "not finite"),
+    "deep along": (saying("along", 100_000 * "["), INCOMPLETE),
+    "text": (saying("norm2", "x"), INCOMPLETE),
+    "one rate": (saying("rates", "[0.1]"), INCOMPLETE),
+    "no rates": (saying("rates", "[0.0, 0.0]"), "sent rates that cannot be"),
+    "nan rates": (saying("rates", "[NaN, NaN]"), "sent rates that cannot be"),
+    "first": (saying("first", float("nan")), "sent a first loss that cannot be"),
+    "loss": (saying("loss", float("nan")), "not finite"),
+    "steps": (saying("steps", 2**50), "made 1.1259e+15 steps, its 70 samples take 6"),
+}
+
+
+@pytest.mark.parametrize("kind", VEILED)
+def test_under_secure_aggregation_a_number_that_cannot_be_skips_the_round(kind):
+    evil, cause = VEILED[kind]
+    strategy = veiled(evil=evil, algorithm="fedagg")
+    assert [row.get("unchanged", False) for row in strategy.book.history] == [False, True, False]
+    assert strategy.about[1]["left_out"] == {"2": cause}
+    assert strategy.about[2]["clients"] == [0, 1, 2, 3]
+
+
+def test_under_secure_aggregation_an_answer_that_flower_cannot_read_skips_the_round():
+    def how(sent, reply):
+        reply.content.config_records.pop("fitres.metrics", None)
+        return [reply]
+
+    strategy = veiled(tamper=spoil(2, how), algorithm="fedagg")
+    assert [row.get("unchanged", False) for row in strategy.book.history] == [False, True, False]
+    assert strategy.about[1]["left_out"] == {str(k): "secure aggregation broke off: KeyError" for k in range(NODES)}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"algorithm": "fedgh"}, *({"variant": "paper", "estimator": e} for e in ("probe", "history", "pretrain"))]
+)
+def test_secure_aggregation_refuses_methods_that_need_more_than_sums(changes):
+    with pytest.raises(SettingError, match=r"^secure = True: .*fedgh"):
+        veiled("lenet5", **changes)
 
 
 def few(context):

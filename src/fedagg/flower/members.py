@@ -12,6 +12,7 @@ from flwr.serverapp import Grid
 
 from fedagg import seeding
 from fedagg.flat import Layout
+from fedagg.flower.messages import MOST_SAMPLES
 
 log = getLogger("flwr").log
 
@@ -26,6 +27,7 @@ class Members:
     nodes: dict[int, int] = field(default_factory=dict)  # client -> node
     sizes: dict[int, int] = field(default_factory=dict)  # client -> samples
     refused: dict[int, str] = field(default_factory=dict)  # node -> why
+    failed: dict[int, str] = field(default_factory=dict)  # node -> what its last hello ended in; it is asked again
 
     def refresh(self, grid: Grid) -> None:
         """Forget nodes that left, ask new ones who they are."""
@@ -50,24 +52,33 @@ class Members:
         node = reply.metadata.src_node_id
         if node in self.nodes.values() or node in self.refused:
             return  # it says so twice
-        why = None
         if reply.has_error():
-            why = f"it failed: {reply.error.reason}"
+            self.fail(node, " ".join(str(reply.error.reason).split()))
+            return
+        why = None
+        facts = dict(next(iter(reply.content.metric_records.values()), {}))
+        client, size = facts.get("client"), facts.get("num-examples")
+        if not isinstance(client, int) or not isinstance(size, int) or client < 0 or size < 1:
+            why = "it did not say which partition it holds and how many samples"
+        elif size > MOST_SAMPLES:
+            why = f"it claims {size} samples, more than a node can hold"
+        elif (facts.get("weights"), facts.get("buffers")) != (self.layout.d, self.layout.b):
+            why = f"its model has {facts.get('weights')} weights, the server's {self.layout.d}"
+        elif client in self.nodes:
+            why = f"partition-id {client} is taken by node {self.nodes[client]}; give every SuperNode its own"
         else:
-            facts = dict(next(iter(reply.content.metric_records.values()), {}))
-            client, size = facts.get("client"), facts.get("num-examples")
-            if not isinstance(client, int) or not isinstance(size, int) or client < 0 or size < 1:
-                why = "it did not say which partition it holds and how many samples"
-            elif (facts.get("weights"), facts.get("buffers")) != (self.layout.d, self.layout.b):
-                why = f"its model has {facts.get('weights')} weights, the server's {self.layout.d}"
-            elif client in self.nodes:
-                why = f"partition-id {client} is taken by node {self.nodes[client]}; give every SuperNode its own"
-            else:
-                self.nodes[client], self.sizes[client] = node, size
-                log(INFO, "client %s joined: node %s, %s samples", client, node, size)
+            self.nodes[client], self.sizes[client] = node, size
+            self.failed.pop(node, None)
+            log(INFO, "client %s joined: node %s, %s samples", client, node, size)
         if why is not None:
             self.refused[node] = why
-            log(WARNING, "node %s is left out: %s", node, " ".join(why.split()))
+            log(WARNING, "node %s is left out: %s", node, why)
+
+    def fail(self, node: int, why: str) -> None:
+        """It may do better the next time, when its disk is mounted. The log is told once, however often it is asked."""
+        if self.failed.get(node) != why:
+            log(WARNING, "node %s is left out until it answers; it failed: %s", node, why)
+        self.failed[node] = why
 
     def wait(self, grid: Grid, wanted: int, seconds: float) -> None:
         """Until all are there that should be, or the time is over."""

@@ -8,6 +8,7 @@ MetricRecord and, where a method asks for more than the update, a ConfigRecord o
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,9 +19,13 @@ from torch import Tensor, nn
 
 from fedagg.engines.base import Chunk, Job, Local, Work
 from fedagg.flat import Layout, Model
+from fedagg.meanfield import bound_rates
 from fedagg.quantize import EXACT, Packed
 
 LOCAL = ("epochs", "batch_size", "momentum", "weight_decay", "clip")
+ABSURD = 1e30  # no loss that training can go on from is as large
+MOST_SAMPLES = 2**40  # nor does a node hold as many samples
+SLACK = 1e-4  # of a rate: nodes work in single precision, on devices of their own
 
 
 class BadAnswer(Exception):
@@ -68,7 +73,8 @@ def vector(record: ArrayRecord, key: str, size: int) -> Tensor:
         value = record[key].numpy()
     except Exception:
         raise BadAnswer(f"sent {key} that cannot be read") from None
-    if value.shape != (size,) or value.dtype not in (np.float32, np.float64):
+    # An archive of arrays is read without complaint, too, and is none.
+    if not isinstance(value, np.ndarray) or value.shape != (size,) or value.dtype not in (np.float32, np.float64):
         raise BadAnswer(f"sent {key} of the wrong shape")
     with np.errstate(over="ignore"):
         return torch.from_numpy(value.astype(np.float32))
@@ -197,12 +203,7 @@ def read_answer(
     everybody's. `head` is the layer whose input the work asks to represent."""
     record, metrics = one(content.array_records), one(content.metric_records)
     mine = read_model(record, layout)
-    loss, first, steps = (number(metrics.get(name)) for name in ("loss", "first", "steps"))
-    rates = metrics.get("rates")
-    if not isinstance(rates, list) or len(rates) != local.epochs:
-        raise BadAnswer("sent an incomplete answer")
-    if not (1 <= steps < 2**53 and all(0 <= number(rate) < float("inf") for rate in rates)):
-        raise BadAnswer("sent steps or rates that cannot be")
+    loss, first, steps, rates = figures(metrics, job, work, local)
     extra: Any = content.config_records.get("config", {})
     trace: dict[str, Tensor] = {}
     if work.trace:
@@ -218,9 +219,55 @@ def read_answer(
         loss=torch.tensor([loss]),
         first=torch.tensor([first]),
         rates=torch.tensor([rates], dtype=torch.float32),
-        steps=torch.tensor([int(steps)]),
+        steps=torch.tensor([steps]),
         **{name: part.to(model.w.device) for name, part in trace.items()},
     )
+
+
+def figures(told: Any, job: Job, work: Work, local: Local) -> tuple[float, float, int, list[float]]:
+    """A node's loss, first loss, steps and rates. Methods divide by steps and rates, so these are not taken on trust:
+    the work and the node's samples say how many steps there are, and what the rates may be.
+
+    Training that blew up gives a loss that is not finite, and whatever else: it is judged later, with everybody's, and
+    the method learns of it.
+    """
+    loss, first, steps = (number(told.get(name)) for name in ("loss", "first", "steps"))
+    rates = told.get("rates")
+    if not isinstance(rates, list) or len(rates) != local.epochs:
+        raise BadAnswer("sent an incomplete answer")
+    rates = [number(rate) for rate in rates]
+    due = job.epochs * local.steps(len(job.samples))
+    if steps != due:
+        raise BadAnswer(f"made {steps:g} steps, its {len(job.samples)} samples take {due}")
+    if not abs(loss) < ABSURD:
+        return math.nan, first, due, rates
+    if not abs(first) < ABSURD:
+        raise BadAnswer("sent a first loss that cannot be")
+    if not possible(torch.tensor(rates, dtype=torch.float64), work, job.position):
+        raise BadAnswer("sent rates that cannot be")
+    return loss, first, due, rates
+
+
+def possible(rates: Tensor, work: Work, position: int) -> bool:
+    """Can a node that did the work have come to these rates?"""
+    low = high = work.rate
+    if work.slope is not None and work.field is not None:
+        ends = torch.tensor([-math.inf, math.inf], dtype=torch.float64)
+        low, high = bound_rates(ends, work.low, for_one(work, position).high).unbind()
+    tiny = torch.finfo(torch.float32).tiny  # what is smaller may arrive as zero
+    return bool(((rates >= low * (1 - SLACK) - tiny) & (rates <= high * (1 + SLACK) + tiny)).all())
+
+
+def read_scores(content: RecordDict) -> tuple[int, float, float] | None:
+    """A node's test samples, loss and accuracy; None of one that has nothing to test on."""
+    told = one(content.metric_records)
+    size = number(told.get("num-examples"))
+    if size == 0:
+        return None
+    loss, accuracy = number(told.get("loss")), number(told.get("accuracy"))
+    if not (size % 1 == 0 and 1 <= size <= MOST_SAMPLES and abs(loss) < ABSURD and 0 <= accuracy <= 1):
+        raise BadAnswer("sent test results that cannot be")
+    return int(size), loss, accuracy
 
 
 def class_table(classes: object, counts: object, head: nn.Module) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ older strategies; what it asks of one, `Veil` answers.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +24,10 @@ from torch import Tensor
 from fedagg import wire
 from fedagg.aggregate import judge
 from fedagg.clients import Clients, Outcome
-from fedagg.engines.base import Chunk, Work
+from fedagg.engines.base import Chunk, Job, Local, Work
+from fedagg.errors import SettingError
 from fedagg.flat import Model
-from fedagg.flower.messages import TooFew
+from fedagg.flower.messages import BadAnswer, TooFew, figures, number
 
 if TYPE_CHECKING:
     from fedagg.flower.strategy import FedAggStrategy
@@ -52,6 +54,29 @@ def veiled_answer(chunk: Chunk, work: Work, samples: int, typical: float) -> Rec
     }
     parameters = ndarrays_to_parameters([torch.stack(vectors).cpu().double().numpy()])
     return fitres_to_recorddict(FitRes(Status(Code.OK, ""), parameters, samples, numbers), keep_input=False)
+
+
+def clear_numbers(told: Any, job: Job, work: Work, local: Local) -> dict[str, Any]:
+    """On the server: the same numbers, by name. Raises BadAnswer where they cannot be."""
+    try:
+        lists = {name: json.loads(str(told.get(name)), parse_int=float) for name in ("along", "rates")}
+    except (ValueError, RecursionError):
+        raise BadAnswer("sent an incomplete answer") from None
+    loss, first, steps, rates = figures({**told, **lists}, job, work, local)
+    norm2, along = number(told.get("norm2")), lists["along"]
+    if not isinstance(along, list) or len(along) != (0 if work.field is None else len(work.field)):
+        raise BadAnswer("sent an incomplete answer")
+    along = [number(part) for part in along]
+    if not all(math.isfinite(part) for part in (loss, norm2, *along)):
+        raise BadAnswer("not finite")
+    return {"loss": loss, "first": first, "steps": steps, "norm2": norm2, "along": along, "rates": rates}
+
+
+def summable(work: Work) -> None:
+    """Refuse work whose answer is more than the three vectors and the numbers."""
+    if work.trace or work.represent is not None:
+        fix = "the server sees no node's own vectors; choose a method other than fedgh and the paper's variant of fedagg"
+        raise SettingError("secure", True, fix)
 
 
 @dataclass(frozen=True)
@@ -94,12 +119,14 @@ class VeiledClients(Clients):
         strategy = self.strategy
         assert strategy is not None
         assert strategy.grid is not None
+        summable(work)
         strategy.ask([])  # the protocol has its own four rounds of messages: wait for the strategy's turn to receive
         model, work = model or self.model, self.downlink.send(work, self.t, self.passes)
-        sizes = {job.client: len(job.samples) for job in self.jobs()}
+        jobs = {job.client: job for job in self.jobs()}
+        sizes = {client: len(job.samples) for client, job in jobs.items()}
         typical = sum(sizes.values()) / len(sizes)
         orders: dict[int, RecordDict] = {}
-        for job in self.jobs():
+        for job in jobs.values():
             content = strategy.order(model, work, job, self.t, self.passes).content
             content.config_records["config"]["veil"] = typical
             orders[strategy.members.nodes[job.client]] = content
@@ -108,7 +135,12 @@ class VeiledClients(Clients):
         state = RecordDict({"config": ConfigRecord({"current_round": self.t + 1}), "parameters": ArrayRecord()})
         context = LegacyContext(Context(0, 0, {}, state, {}), strategy=veil)  # type: ignore[arg-type]
         flow = Workflow(1.0, 0.5, max_weight=float(max(sizes.values())), clipping_range=CLIP, timeout=strategy.timeout)
-        flow(strategy.grid, context)
+        try:
+            flow(strategy.grid, context)
+        except (LookupError, TypeError, ValueError) as error:
+            # Flower's protocol takes what nodes send on trust, and does not say whose message it could not read.
+            self.left_out.update(dict.fromkeys(sizes, f"secure aggregation broke off: {type(error).__name__}"))
+            raise TooFew from None
 
         answers = {client: veil.answers.get(strategy.members.nodes[client]) for client in sizes}
         self.left_out.update({client: "no answer in time" for client, answer in answers.items() if answer is None})
@@ -118,23 +150,38 @@ class VeiledClients(Clients):
         if len(given) < max(strategy.quorum, 2):
             raise TooFew
         self.samples_seen += sum(sizes[client] for client in given) * self.epochs
-        self.outcome = replace(self.summed(given, sizes, typical, model), sent=work.field)
+        self.outcome = replace(self.summed(given, jobs, typical, model, work), sent=work.field)
         return self.outcome
 
-    def summed(self, given: dict[int, FitRes], sizes: dict[int, int], typical: float, model: Model) -> Outcome:
+    def numbers(self, given: dict[int, FitRes], jobs: dict[int, Job], work: Work) -> list[dict[str, Any]]:
+        """Everybody's, or the round is skipped: whose numbers are no good is in the sum all the same."""
+        rows: list[dict[str, Any]] = []
+        for client, answer in given.items():
+            try:
+                rows.append(clear_numbers(answer.metrics, jobs[client], work, self.local))
+            except BadAnswer as bad:
+                self.left_out[client] = str(bad)
+        if len(rows) < len(given):
+            raise TooFew
+        return rows
+
+    def summed(self, given: dict[int, FitRes], jobs: dict[int, Job], typical: float, model: Model, work: Work) -> Outcome:
+        rows = self.numbers(given, jobs, work)
+
         def column(name: str) -> Tensor:
-            rows = [answer.metrics[name] for answer in given.values()]
-            return torch.tensor([json.loads(v) if isinstance(v, str) else v for v in rows], dtype=torch.float64)
+            return torch.tensor([row[name] for row in rows], dtype=torch.float64)
 
         norm2, steps, rates, loss = column("norm2"), column("steps"), column("rates"), column("loss")
-        lengths = (norm2.sqrt() / steps.clamp_min(1)).where(torch.isfinite(loss), torch.tensor(float("inf"))).tolist()
-        causes = {client: why for client, why in zip(given, judge(lengths, [True] * len(lengths)), strict=True) if why}
-        if causes:
-            self.left_out.update(causes)
+        causes = judge((norm2.sqrt() / steps).tolist(), [True] * len(rows))
+        if any(causes):
+            self.left_out.update({client: why for client, why in zip(given, causes, strict=True) if why})
             raise TooFew
         sums = parameters_to_ndarrays(next(iter(given.values())).parameters)[0]
+        if sums.shape != (VECTORS, len(model.w)) or not np.isfinite(sums).all():
+            self.left_out.update(dict.fromkeys(given, "secure aggregation gave a sum that cannot be"))
+            raise TooFew
         mean, plain, velocity = torch.from_numpy(np.ascontiguousarray(sums, dtype=np.float32)).to(model.w).unbind()
-        size = torch.tensor([float(sizes[client]) for client in given], dtype=torch.float64)
+        size = torch.tensor([float(len(jobs[client].samples)) for client in given], dtype=torch.float64)
         evenly = float(size.sum()) / (typical * len(given))
         return Outcome(
             clients=list(given),

@@ -268,18 +268,20 @@ class FedAggStrategy(Strategy):
         assert self.turn is not None
         turn = self.turn
         row = describe(turn.t, turn.clients, self.algorithm, turn.skipped)
-        scores: dict[int, tuple[float, float, float]] = {}
+        scores: dict[int, tuple[int, float, float]] = {}
         asked = {test.metadata.message_id: self.members.client(test.metadata.dst_node_id) for test in turn.tests}
         for reply in replies:
             if reply.metadata.reply_to_message_id not in asked:
                 self.stray(reply)
                 continue
             client = asked[reply.metadata.reply_to_message_id]
-            facts = {} if reply.has_error() else dict(next(iter(reply.content.metric_records.values()), {}))
-            size, loss, accuracy = (facts.get(name) for name in ("num-examples", "loss", "accuracy"))
-            sound = all(isinstance(v, int | float) and 0 <= v < float("inf") for v in (size, loss, accuracy))
-            if client is not None and sound and client not in scores:
-                scores[client] = (float(size), float(loss), float(accuracy))  # type: ignore[arg-type]
+            if client is None or client in scores or reply.has_error():
+                continue
+            try:
+                if (score := messages.read_scores(reply.content)) is not None:
+                    scores[client] = score
+            except BadAnswer as bad:
+                self.remark(client, f"{bad}; not used")
         total = sum(size for size, _, _ in scores.values())
         if total:
             row["loss"] = sum(size * loss for size, loss, _ in scores.values()) / total
@@ -323,7 +325,8 @@ class FedAggStrategy(Strategy):
             engine=Remote(self, t, left_out),
             t=t,
             ids=self.members.sample(self.config.seed, t, self.config.per_round),
-            samples=lambda client: torch.arange(self.members.sizes[client]),
+            # Only their number counts here: whatever it is, they take no memory.
+            samples=lambda client: torch.zeros(1, dtype=torch.int64).expand(self.members.sizes[client]),
             total=self.config.clients,
             local=self.local,
             lr=self.config.lr,
