@@ -24,7 +24,7 @@ demo: $(VENV)/.run
 	@$(FEDAGG) compare fedagg,fedavg --dataset mnist-mini --model linear --partition shards --rounds 30 --out demo/$$(date +%Y%m%d-%H%M%S)
 
 test: $(VENV)/.dev lint
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check src tests tools
