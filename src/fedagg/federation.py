@@ -155,7 +155,7 @@ def run(
     given = data = data or load(config.dataset, config.data_dir)
     if config.validation and parts is not None:
         raise SettingError("validation", config.validation, "parts name samples of the whole training set; give one of the two")
-    data = data.held_back(config.validation, config.seed) if config.validation else data
+    data = data.held_back(config.validation, config.seed)
     data = data.normalized() if config.normalize else data
     if config.augment != "none":
         checks.images(config.augment, data)

@@ -64,8 +64,7 @@ def partition(
     if labels is not None:
         samples, known = None, splits.from_file(labels)
     else:
-        samples = load(config.dataset, config.data_dir)
-        samples = samples.held_back(config.validation, config.seed) if config.validation else samples
+        samples = load(config.dataset, config.data_dir).held_back(config.validation, config.seed)
         known = samples.y_train.numpy()
     models = networks(config, samples, run) if samples else {}
     from fedagg.theory import heterogeneity as het  # loads matplotlib and scipy

@@ -100,7 +100,9 @@ class Dataset:
 
     def held_back(self, share: float, seed: int = 0) -> Dataset:
         """A share of the training samples, drawn at random, takes the place of the test set: choose settings on these, and report
-        on the test set once they are chosen."""
+        on the test set once they are chosen. Nothing is held back of a share of 0."""
+        if share == 0:
+            return self
         count = round(share * len(self))
         if not 0 < count < len(self):
             raise SettingError("validation", share, f"leaves {count} of {len(self)} samples to report on; both parts need some")

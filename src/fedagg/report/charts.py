@@ -132,8 +132,7 @@ def partitions(trials: Sequence[Trial]) -> list[dict[str, Any]]:
         if key in found or len(found) == MOST_MAPS:
             continue
         try:
-            given = dataset(c.dataset, c.data_dir)
-            given = given.held_back(c.validation, c.seed) if c.validation else given
+            given = dataset(c.dataset, c.data_dir).held_back(c.validation, c.seed)
             counts = label_counts(given.y_train.numpy(), federation.deal(c, given), given.classes)
         except FedaggError:
             continue  # data or split given from Python, or not on this machine

@@ -117,8 +117,7 @@ def analyse(
     if not count:
         raise SettingError("run", str(folder), "has no finished round")
     config = repeatable(run.config, count, data_dir)
-    data = data or load(config.dataset, config.data_dir)
-    data = data.held_back(config.validation, config.seed) if config.validation else data
+    data = (data or load(config.dataset, config.data_dir)).held_back(config.validation, config.seed)
     seen = data.normalized() if config.normalize else data
     parts = parts if parts is not None else federation.deal(config, data)
     module = model if model is not None else federation.build_model(config, seen)
