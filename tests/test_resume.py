@@ -362,3 +362,19 @@ def test_another_error_is_not_taken_for_memory(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Sequential, "client", wrong)
     with pytest.raises(RuntimeError, match="mat1"):
         tiny.job(engine="sequential")
+
+
+@pytest.mark.filterwarnings("ignore:the loss of the model is not finite", "ignore:not one client")
+def test_a_loss_that_is_not_finite_is_null_in_the_record_and_comes_back_as_what_it_was(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"algorithm": "fedadam", "server_lr": 1e38, "clients": 10, "epochs": 1, "engine": "sequential"}
+    first = fedagg.run(out=tmp_path / "run", rounds=2, **settings)
+    assert np.isnan(first.loss)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+
+    def no_constant(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    assert [json.loads(line, parse_constant=no_constant)["loss"] for line in lines] == [None, None]
+    again = fedagg.run(resume=tmp_path / "run", rounds=2, **settings)
+    assert np.isnan(again.loss)
+    assert len(fedagg.run(resume=tmp_path / "run", rounds=3, **settings).history) == 3

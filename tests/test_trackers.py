@@ -13,7 +13,7 @@ import pytest
 import fedagg
 from fedagg import cli, trackers
 from fedagg.config import Config
-from fedagg.errors import FedaggError, SettingError
+from fedagg.errors import FedaggError, FedaggWarning, SettingError
 from fedagg.federation import Result
 
 SMALL: dict[str, Any] = {"clients": 10, "epochs": 2, "rounds": 3, "engine": "sequential"}
@@ -96,6 +96,25 @@ def test_wandb_is_told_of_every_round(tmp_path: Path, monkeypatch: pytest.Monkey
     result: Result = fedagg.run(Config(**SMALL), callbacks=[trackers.make("wandb", tmp_path / "one")])
     rounds = [("log", row["round"], row["accuracy"]) for row in result.history]
     assert fake.said == [("init", "fedagg", "one", "fedagg"), *rounds, ("finish", 0)]
+
+
+class GoesAway(FakeWandB):
+    """A store that cannot be reached any more after the first round."""
+
+    def log(self, figures: dict[str, float], step: int) -> None:
+        super().log(figures, step)
+        if step == 2:
+            raise ConnectionError("the server is gone.\nMore is said of it.")
+
+
+def test_a_store_that_goes_away_does_not_take_the_run_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = GoesAway()
+    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
+    with pytest.warns(FedaggWarning, match="track = 'wandb': the server is gone; the run goes on without it") as told:
+        result = fedagg.run(Config(**SMALL), callbacks=[trackers.make("wandb", tmp_path / "one")])
+    assert len(told) == 1
+    assert len(result.history) == 3
+    assert [said[:2] for said in fake.said] == [("init", "fedagg"), ("log", 1), ("log", 2)]
 
 
 class NoKey(FakeWandB):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import subprocess
@@ -112,7 +113,9 @@ class Record:
     def round(self, row: dict[str, Any], clients: dict[str, Any]) -> None:
         self.history.append(row)
         if self.folder is not None:
-            files.append(self.folder / "metrics.jsonl", json.dumps(row))
+            # JSON has no infinity, which a loss may be: null stands for it.
+            told = {name: value if not isinstance(value, float) or math.isfinite(value) else None for name, value in row.items()}
+            files.append(self.folder / "metrics.jsonl", json.dumps(told, allow_nan=False))
             files.append(self.folder / "clients.jsonl", json.dumps(clients))
 
     def checkpoint(self, now: Checkpoint) -> None:
@@ -140,10 +143,11 @@ def cut(path: Path, size: int, done: int) -> list[dict[str, Any]]:
     """The rows of a record's first `size` bytes, which must be those of its `done` rounds."""
     try:
         with open(path, "rb") as handle:
-            rows = [json.loads(line) for line in handle.read(size).splitlines()]
+            lines = [json.loads(line) for line in handle.read(size).splitlines()]
+        rows = [{name: math.nan if value is None else value for name, value in line.items()} for line in lines]
         if [row["round"] for row in rows] != list(range(1, done + 1)):
             raise ValueError(f"its rounds are not 1 to {done}")
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         why = " ".join(str(error).split())
         raise FedaggError(f"{path}: damaged ({why}); start the run again in a new folder") from None
     return rows

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from fedagg import files
 from fedagg.config import Config
-from fedagg.errors import FedaggError, first_line, unknown
+from fedagg.errors import FedaggError, FedaggWarning, first_line, unknown
 from fedagg.federation import Callback, Result
 
 
@@ -23,7 +24,7 @@ def make(name: str, folder: Path) -> Callback:
     """The tracker of that name; what it writes beside the run goes under `folder`."""
     if name not in TRACKERS:
         raise unknown("track", name, TRACKERS)
-    return TRACKERS[name](folder)
+    return Patient(name, TRACKERS[name](folder))
 
 
 def scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -64,6 +65,32 @@ def unless_set(**values: str) -> Iterator[None]:
     finally:
         for name in ours:
             os.environ.pop(name, None)
+
+
+class Patient:
+    """A tracker that cannot begin keeps the run from beginning. Later, a store that cannot be reached any more is no reason to lose
+    the run: that is said once, and the run goes on without it."""
+
+    def __init__(self, name: str, tracker: Callback) -> None:
+        self.name, self.tracker, self.works = name, tracker, True
+
+    def started(self, config: Config, done: int) -> None:
+        self.tracker.started(config, done)
+
+    def round_done(self, row: dict[str, Any]) -> None:
+        self.tell(self.tracker.round_done, row)
+
+    def finished(self, result: Result) -> None:
+        self.tell(self.tracker.finished, result)
+
+    def tell(self, listen: Callable[[Any], None], what: object) -> None:
+        if self.works:
+            try:
+                listen(what)
+            except Exception as error:
+                self.works = False
+                words = f"track = {self.name!r}: {first_line(error).rstrip('.')}; the run goes on without it"
+                warnings.warn(words, FedaggWarning, stacklevel=2)
 
 
 class TensorBoard:

@@ -352,12 +352,13 @@ class Batched:
         """Per-class means of what the head is fed: one forward pass a client."""
         s, means, counts = self.setting, [], []
         space = Workspace(s.module, s.layout, s.device)
-        for row, job in enumerate(jobs):
+        # All indices at once: a GPU would be waited for at every client's.
+        every = torch.cat([job.samples for job in jobs]).to(s.device).split([len(job.samples) for job in jobs])
+        for row, samples in enumerate(every):
             space.load(Model(network.w[row], network.buffers[row]))
             space.module.eval()
             seen: list[Tensor] = []
             hook = space.module.get_submodule(head).register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
-            samples = job.samples.to(s.device)
             for part in samples.split(2048):
                 space.module(s.x[part])
             hook.remove()
