@@ -200,7 +200,7 @@ def test_runs_are_named_by_what_differs(tmp_path: Path) -> None:
 def test_a_curve_of_one_point_can_be_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     drawn: list[Any] = []
     monkeypatch.setattr(plots, "save", lambda figure, path: drawn.append(figure) or path)
-    plots.accuracy_curves({"a": [{"round": 1, "accuracy": 0.5}]}, tmp_path / "a.png", "")
+    plots.accuracy_curves({"a": [{"round": 1, "accuracy": 0.5}]}, tmp_path / "a.png", "", "accuracy")
     lines = [plots.Series("one", [1, 2], [0.5, float("nan")]), plots.Series("two", [1, 2], [0.5, 0.6])]
     plots.panels([[plots.Panel("", "", "", lines)]], [tmp_path / "b.png"], "")
     marks = [line.get_marker() for figure in drawn for line in figure.axes[0].lines]
@@ -279,6 +279,15 @@ def test_the_page_can_be_read_without_seeing_it(html: str) -> None:
     assert ("html", {"lang": "en"}) in tags.tags
     (group,) = data_of(html)["groups"]
     assert group["texts"]["accuracy"].startswith("Line chart of test accuracy (%) over rounds: FedAgg from ")
+
+
+def test_curves_say_which_data_they_are_of(tmp_path: Path) -> None:
+    fedagg.run(rounds=1, clients=10, validation=0.2, out=tmp_path / "held")
+    names = data_of(page.write([tmp_path / "held"], tmp_path / "r.html").read_text())["names"]
+    assert (names["accuracy"], names["loss"]) == ("validation accuracy (%)", "validation loss")
+    both = [fedagg.Config(), fedagg.Config(validation=0.2)]
+    assert runs.measured("accuracy", both[:1]) == "test accuracy"
+    assert runs.measured("accuracy", both) == "accuracy"
 
 
 def test_the_numbers_of_the_page(html: str, folder: Path) -> None:
@@ -402,9 +411,9 @@ def test_pictures_of_runs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
 def test_the_same_numbers_give_the_same_picture(tmp_path: Path) -> None:
     history = {"fedagg": [{"round": 1, "accuracy": 0.5}, {"round": 2, "accuracy": 0.6}]}
     for ending in plots.FORMATS:
-        one = plots.accuracy_curves(history, tmp_path / f"one.{ending}", "t").read_bytes()
+        one = plots.accuracy_curves(history, tmp_path / f"one.{ending}", "t", "accuracy").read_bytes()
         if ending != "svg":  # whose element names are random
-            assert plots.accuracy_curves(history, tmp_path / f"two.{ending}", "t").read_bytes() == one
+            assert plots.accuracy_curves(history, tmp_path / f"two.{ending}", "t", "accuracy").read_bytes() == one
 
 
 def test_nothing_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,8 +69,8 @@ def draw_line(axes: Axes, x: Sequence[float], y: Sequence[float], name: str, wid
     return line
 
 
-def accuracy_curves(histories: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, title: str) -> Path:
-    """Test accuracy against rounds, one line a method, best at the end on top of the legend."""
+def accuracy_curves(histories: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, title: str, what: str) -> Path:
+    """Accuracy against rounds, one line a method, best at the end on top of the legend."""
     figure, axes = canvas(1, 1, (7.5, 4.6))
     ends = []
     for index, (name, history) in enumerate(histories.items()):
@@ -79,7 +79,7 @@ def accuracy_curves(histories: Mapping[str, Sequence[Mapping[str, Any]]], path: 
         last = accuracy[-1] if accuracy else float("nan")
         width = 2.6 if name == "fedagg" else 1.7
         ends.append((last, draw_line(axes[0][0], rounds, accuracy, f"{name}  {last:.2f} %", width, index)))
-    axes[0][0].set(xlabel="round", ylabel="test accuracy (%)")
+    axes[0][0].set(xlabel="round", ylabel=f"{what} (%)")
     axes[0][0].set_title(title, loc="left", fontsize=10)
     tidy(axes[0][0])
     axes[0][0].legend(handles=[line for _, line in sorted(ends, key=lambda end: -end[0])], frameon=False)

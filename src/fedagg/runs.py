@@ -105,6 +105,12 @@ def held_back(config: Config) -> str:
     return f"{100 * config.validation:g} % of the training data held back" if config.validation else ""
 
 
+def measured(what: str, configs: Iterable[Config]) -> str:
+    """The accuracy or loss that runs report, by the data it is of."""
+    held = {config.validation > 0 for config in configs}
+    return what if len(held) > 1 else f"validation {what}" if True in held else f"test {what}"
+
+
 def details(config: Config) -> dict[str, Any]:
     """What the outcome depends on beside task, method and seed."""
     return config.model_dump(exclude=TOLD | UNTOLD)

@@ -62,7 +62,8 @@ def compare(
     if results[-1].interrupted:
         hint(folder, out_dir)
     title = task(configs[0])
-    picture = plots.accuracy_curves({r.config.method: r.history for r in results}, folder / "accuracy.png", title)
+    histories = {r.config.method: r.history for r in results}
+    picture = plots.accuracy_curves(histories, folder / "accuracy.png", title, runs.measured("accuracy", configs))
     if as_json:
         sys.stdout.write(json.dumps({"runs": [r.summary() for r in results], "plot": str(picture)}) + "\n")
     else:

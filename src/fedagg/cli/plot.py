@@ -90,9 +90,10 @@ def folders(name: str) -> list[Path]:
 
 def draw_runs(found: list[Run], paths: list[Path]) -> list[Path]:
     """Accuracy, loss, mean learning rate and drift over rounds, a line a run."""
+    configs = [run.config for run in found]
     columns = (
-        ("accuracy", "test accuracy (%)", 100.0),
-        ("loss", "test loss", 1.0),
+        ("accuracy", f"{runs.measured('accuracy', configs)} (%)", 100.0),
+        ("loss", runs.measured("loss", configs), 1.0),
         ("rate_mean", "learning rate, mean over clients and epochs", 1.0),
         ("drift", "mean distance a client moved", 1.0),
     )

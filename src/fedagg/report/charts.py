@@ -14,29 +14,30 @@ from fedagg.runs import Run
 
 MOST_CLIENTS = 200  # rows of a heat map: more cannot be told apart on a screen
 MOST_MAPS = 12  # rate maps and partitions in one page
-NAMES = {
-    "accuracy": "test accuracy (%)",
-    "loss": "test loss",
-    "train_loss": "training loss",
-    "drift": "mean distance a client moved",
-    "rate": "mean learning rate",
-}
 
 
 def build(content: Content) -> dict[str, Any]:
     """Everything that the page's script draws."""
+    configs = [trial.config for trial in content.trials]
+    names = {
+        "accuracy": f"{runs.measured('accuracy', configs)} (%)",
+        "loss": runs.measured("loss", configs),
+        "train_loss": "training loss",
+        "drift": "mean distance a client moved",
+        "rate": "mean learning rate",
+    }
     return {
-        "names": NAMES,
+        "names": names,
         "progress": {key: label for key, (label, _) in PROGRESS.items()},
-        "groups": [group(each) for each in content.groups],
+        "groups": [group(each, names) for each in content.groups],
         "rates": [rates(t.run) for t in content.trials if t.run is not None and has_rates(t.run)][:MOST_MAPS],
         "partitions": partitions(content.trials),
     }
 
 
-def group(each: Group) -> dict[str, Any]:
+def group(each: Group, names: dict[str, str]) -> dict[str, Any]:
     lines = [series(one) for one in each.series.values()]
-    texts = {figure: describe(NAMES[figure], figure, lines) for figure in NAMES}
+    texts = {figure: describe(label, figure, lines) for figure, label in names.items()}
     return {"name": each.name, "series": lines, "texts": texts}
 
 
