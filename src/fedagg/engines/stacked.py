@@ -21,6 +21,8 @@ from fedagg.engines.conv import Convolution, Pointwise, make_convolution
 from fedagg.engines.graph import Join, Node, Sum, pair, traced
 
 aten = torch.ops.aten
+# With oneDNN and without MKL (Linux on Arm) a small product with a transposed operand takes thrice as long as turning it first.
+TURN_FIRST = torch.backends.mkldnn.is_available() and not torch.backends.mkl.is_available()
 SMALL = 1 << 18  # weights of a layer
 
 
@@ -53,8 +55,6 @@ class Linear:
     def __init__(self, w: Tensor, b: Tensor | None, dw: Tensor, db: Tensor | None, half: bool) -> None:
         self.w, self.b, self.dw, self.db, self.half = w, b, dw, db, half
         self.step: Tensor | None = None  # (n, 1, 1): step along the gradient instead of writing it down
-        # Without MKL (on Arm) small products with a transposed operand take three times as long as turning it first.
-        self.turns = w[0].numel() < SMALL and not torch.backends.mkl.is_available()
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() == 2:  # flat samples, which no layer has put in rows by client yet
@@ -66,9 +66,7 @@ class Linear:
             return y if self.b is None else y.add_(self.b[:, None])
         if x.is_cpu:  # with the samples innermost, a few outputs a sample are long rows: twice as fast, and the loss likewise
             turned = x.transpose(1, 2)
-            if self.turns:
-                turned = turned.contiguous()
-            y = torch.bmm(self.w, turned)
+            y = torch.bmm(self.w, turned.contiguous() if TURN_FIRST and self.w[0].numel() < SMALL else turned)
             return (y if self.b is None else y.add_(self.b[..., None])).transpose(1, 2)
         return torch.bmm(x, w) if self.b is None else torch.baddbmm(self.b[:, None], x, w)
 
