@@ -30,6 +30,7 @@ from fedagg.engines.distributed import deal
 from fedagg.engines.graph import traced
 from fedagg.engines.threaded import Threaded
 from fedagg.engines.vmapped import VmappedNetwork
+from fedagg.errors import SettingError
 from fedagg.memory import ClientMemory
 
 SIZES = (13, 8, 5, 13)  # ragged: several batches of 4, the last one short
@@ -252,13 +253,33 @@ def test_stragglers_stop_early_in_every_form() -> None:
         assert_same(list(engine.run(model, work, jobs, None)), expected)
 
 
-def test_representations_agree() -> None:
-    setting = make_setting(chain(), (2, 8, 8), Local(epochs=1, batch_size=4))
-    work = Work(rate=torch.full((1,), 0.1, dtype=torch.float64), represent="10")
+@pytest.mark.parametrize(("make", "head"), [(chain, "10"), (normed, "10"), (branched, "last.4"), (odd, "last")])
+def test_representations_agree(make: Any, head: str) -> None:
+    setting = make_setting(make(), (2, 8, 8), Local(epochs=1, batch_size=4))
+    work = Work(rate=torch.full((1,), 0.1, dtype=torch.float64), represent=head)
     model = setting.layout.pack(setting.module)
     expected = list(Sequential(setting).run(model, work, job_list(1), None))
     for engine in forms(setting).values():
-        assert_same(list(engine.run(model, work, job_list(1), None)), expected)
+        for _ in range(2):  # looking at them leaves nothing behind
+            assert_same(list(engine.run(model, work, job_list(1), None)), expected)
+
+
+def test_representations_must_be_rows_of_numbers() -> None:
+    setting = make_setting(branched(), (2, 8, 8), Local(epochs=1, batch_size=4))
+    work = Work(rate=torch.full((1,), 0.1, dtype=torch.float64), represent="last")
+    for engine in (Sequential(setting), *forms(setting).values()):
+        with pytest.raises(SettingError, match=r"head = 'last': is given \(15, 4, 4\) for a sample"):
+            list(engine.run(setting.layout.pack(setting.module), work, job_list(1), None))
+
+
+def test_representations_are_made_without_dropout() -> None:
+    setting = make_setting(chain(dropout=0.5), (2, 8, 8), Local(epochs=1, batch_size=4))
+    network = stacked.StackedNetwork(setting, 2)
+    network.w.copy_(setting.layout.pack(setting.module).w)
+    x, module = setting.x[:6], setting.module.eval()
+    assert network.feeds("8")
+    assert torch.allclose(network.fed("8", x).flatten(0, 1), module[:8](x))  # type: ignore[index]
+    assert not network.feeds("4")  # a ReLU may be done together with the layer before it
 
 
 @pytest.mark.parametrize("form", ["stacked", "vmap"])

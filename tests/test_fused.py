@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from fedagg.engines.base import Local, Setting
 from fedagg.engines.conv import Loop, make_convolution
 from fedagg.engines.fused import FusedConvolution, FusedNorm, FusedPool, WindowPool, fuse, fused_step
 from fedagg.engines.stacked import BatchNorm, Concatenate, Layer, MaxPool, Place, ReLU, StackedNetwork
+from fedagg.flat import Model, Workspace
 from test_engines import branched
 
 
@@ -216,6 +219,29 @@ def test_a_whole_network_makes_the_same_gradients(dtype: torch.dtype) -> None:
         made.append((loss, network.g, network.buffers))
     for plain, ours in zip(*made, strict=True):
         assert close(ours, plain, 1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("make", [branched, lambda: Dense()])
+def test_what_a_layer_is_given_in_evaluation(make: Callable[[], nn.Module]) -> None:
+    """By the running statistics, which stay as they are, and not by the batch's own; against torch, client by client."""
+    n, batch, module = 2, 3, make().eval()
+    channels, head = (2, "last.4") if hasattr(module, "last") else (3, "head")
+    x = random(n * batch, channels, 8, 8, seed=1)
+    setting = Setting(module, x, torch.arange(n * batch) % 3, 3, Local(epochs=1, batch_size=batch), torch.device("cpu"))
+    network = StackedNetwork(setting, n, conv="fused")
+    network.w.copy_(0.3 * random(*network.w.shape, seed=2))
+    network.buffers.copy_(random(*network.buffers.shape, seed=3).abs() + 0.1)
+    before = network.buffers.clone()
+    ours = network.fed(head, x)
+    space, seen = Workspace(module, setting.layout, setting.device), []
+    space.module.get_submodule(head).register_forward_pre_hook(lambda _, given: seen.append(given[0].detach()))
+    for row, images in enumerate(x.chunk(n)):
+        space.load(Model(network.w[row], network.buffers[row]))
+        space.module.eval()(images)
+    assert close(ours, torch.stack(seen))
+    assert torch.equal(network.buffers, before)
+    network.gradient(x, setting.y, torch.full((n, batch), 1 / batch))
+    assert not torch.equal(network.buffers, before)  # training goes on as before
 
 
 def test_a_network_with_branches_makes_the_same_gradients() -> None:

@@ -17,6 +17,7 @@ from torch.nn import functional
 from fedagg import seeding
 from fedagg.engines.augment import draw
 from fedagg.engines.graph import Node
+from fedagg.errors import SettingError
 from fedagg.flat import Layout, Model
 from fedagg.meanfield import bound_rates
 
@@ -200,7 +201,10 @@ class Stepper:
         return (self.m / (1 - b1**count)) / ((self.v / (1 - b2**count)).sqrt() + self.local.eps)
 
 
-def class_means(features: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """Sums of representations by class, (classes, features), and how many there were, (classes,)."""
+def class_sums(head: str, features: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    """Sums of what the head is given by class, (classes, features), and how many there were, (classes,)."""
+    if features.dim() != 2:
+        words = f"is given {tuple(features.shape[1:])} for a sample and not a row of numbers: name a layer behind the flattening"
+        raise SettingError("head", head, words)
     chosen = nn.functional.one_hot(labels, classes).double()  # a product, because on a GPU a scatter adds in any order
     return (chosen.T @ features.double()).to(features.dtype), chosen.sum(0).to(features.dtype)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fedagg import seeding
 from fedagg.engines.augment import augmented
-from fedagg.engines.base import Chunk, Job, Memory, Setting, Stepper, Work, class_means
+from fedagg.engines.base import Chunk, Job, Memory, Setting, Stepper, Work, class_sums
 from fedagg.flat import Model, Workspace
 
 
@@ -43,6 +43,15 @@ class Descending(Network, Protocol):
     linear: Sequence[object]  # the layers that do; without any, there is nothing to gain
 
     def descend(self, x: Tensor, y: Tensor, scale: Tensor, step: Tensor) -> Tensor: ...
+
+
+@runtime_checkable
+class Feeding(Network, Protocol):
+    """A network that can tell what a layer is given, for all copies at once."""
+
+    def feeds(self, head: str) -> bool: ...
+
+    def fed(self, head: str, x: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -349,7 +358,9 @@ class Batched:
 
     @torch.no_grad()
     def represent(self, head: str, network: Network, jobs: list[Job]) -> tuple[Tensor, Tensor]:
-        """Per-class means of what the head is fed: one forward pass a client."""
+        """Per-class means of what the head is fed: one forward pass, of all clients or of each."""
+        if isinstance(network, Feeding) and network.feeds(head):
+            return self.represent_all(head, network, jobs)
         s, means, counts = self.setting, [], []
         space = Workspace(s.module, s.layout, s.device)
         # All indices at once: a GPU would be waited for at every client's.
@@ -362,10 +373,25 @@ class Batched:
             for part in samples.split(2048):
                 space.module(s.x[part])
             hook.remove()
-            sums, count = class_means(torch.cat(seen), s.y[samples], s.classes)
+            sums, count = class_sums(head, torch.cat(seen), s.y[samples], s.classes)
             means.append(sums / count.clamp_min(1)[:, None])
             counts.append(count)
         return torch.stack(means), torch.stack(counts)
+
+    def represent_all(self, head: str, network: Feeding, jobs: list[Job]) -> tuple[Tensor, Tensor]:
+        s, n = self.setting, len(jobs)
+        order = torch.full((n, max(len(job.samples) for job in jobs)), -1)  # padded
+        for row, job in zip(order, jobs, strict=True):
+            row[: len(job.samples)] = job.samples
+        sums, counts = torch.zeros((), device=s.device), torch.zeros(n, s.classes, dtype=torch.float64, device=s.device)
+        for part in order.to(s.device).split(s.local.batch_size, 1):
+            at = part.clamp_min(0).reshape(-1)
+            chosen = nn.functional.one_hot(s.y[at], s.classes).view(n, -1, s.classes) * (part >= 0)[..., None]
+            chosen = chosen.double()
+            sums = sums + chosen.transpose(1, 2) @ network.fed(head, s.x[at]).double()
+            counts += chosen.sum(1)
+        means = sums / counts.clamp_min(1)[..., None]
+        return means.to(network.w.dtype), counts.to(network.w.dtype)
 
 
 def seeded(network: Network, seed: int, device: torch.device) -> AbstractContextManager[None]:

@@ -366,12 +366,15 @@ class FusedNorm(BatchNorm):
         blocks, spans, a, b = self.parts()
         near = self.m * apart  # from one client's first pixel to the next one's
         tile: dict[str, Any] = self.tile()
-        kernels.moments[(blocks, spans, n)](x, self.live, a, b, self.m, self.span, self.area, channels, apart, n, **tile)
-        self.kept = a.new_empty(4, n, channels)
-        kernels.settle[(blocks, n)](
-            a, b, x, near, self.size, self.w, self.b, self.w.stride(0), self.mean, self.var, self.seen, self.mean.stride(0),
-            self.kept, spans, self.area, channels, n, self.eps, self.momentum, BC=tile["BC"],
-        )  # fmt: skip
+        if self.training:
+            kernels.moments[(blocks, spans, n)](x, self.live, a, b, self.m, self.span, self.area, channels, apart, n, **tile)
+            self.kept = a.new_empty(4, n, channels)
+            kernels.settle[(blocks, n)](
+                a, b, x, near, self.size, self.w, self.b, self.w.stride(0), self.mean, self.var, self.seen, self.mean.stride(0),
+                self.kept, spans, self.area, channels, n, self.eps, self.momentum, BC=tile["BC"],
+            )  # fmt: skip
+        else:
+            self.kept = self.settled()
         self.where = self.live
         if self.then == 2:
             y, self.where = pooled(packed(x), self.kept, n)

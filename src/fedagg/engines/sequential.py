@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedagg import seeding
 from fedagg.engines.augment import augmented
-from fedagg.engines.base import Chunk, Job, Memory, Setting, Stepper, Work, class_means
+from fedagg.engines.base import Chunk, Job, Memory, Setting, Stepper, Work, class_sums
 from fedagg.flat import Model, Workspace
 
 
@@ -97,5 +97,5 @@ class Sequential:
         for batch in job.samples.to(s.device).split(512):
             self.space.module(s.x[batch])
         hook.remove()
-        sums, counts = class_means(torch.cat(seen), s.y[job.samples.to(s.device)], s.classes)
+        sums, counts = class_sums(head, torch.cat(seen), s.y[job.samples.to(s.device)], s.classes)
         return (sums / counts.clamp_min(1)[:, None])[None], counts[None]

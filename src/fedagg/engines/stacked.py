@@ -211,6 +211,8 @@ class BatchNorm:
     (n, 1) counts them: others enter no statistic and send no gradient back, and where a client has none its running statistics stay
     as they are. One client without padding on a CPU is torch's own case, and the fastest."""
 
+    training = True
+
     def __init__(
         self, module: nn.BatchNorm2d, w: Tensor, b: Tensor, dw: Tensor, db: Tensor, mean: Tensor, var: Tensor, seen: Tensor
     ) -> None:
@@ -221,6 +223,9 @@ class BatchNorm:
     def forward(self, x: Tensor) -> Tensor:
         n, channels = self.w.shape
         x = x.contiguous(memory_format=torch.channels_last)
+        if not self.training:
+            _, _, p, q = self.settled().view(4, n, 1, channels, 1, 1)
+            return torch.addcmul(q, x.view(n, -1, *x.shape[1:]), p).view(x.shape)
         self.alone = n == 1 and x.is_cpu and bool(self.live.all())
         if self.alone:
             self.x, self.seen[0] = x, self.seen[0] + 1
@@ -243,6 +248,12 @@ class BatchNorm:
         gain = self.w * self.scale
         y = torch.addcmul(self.b.view(n, 1, channels, 1, 1), self.centred, gain.view(n, 1, channels, 1, 1))
         return y.view(x.shape)
+
+    def settled(self) -> Tensor:
+        """What normalises by the running statistics, (4, n, C): centre, 1 / deviation, and p and q of y = p x + q."""
+        scale = (self.var + self.eps).rsqrt()
+        gain = self.w * scale
+        return torch.stack([self.mean, scale, gain, self.b - self.mean * gain])
 
     def backward(self, dy: Tensor, need: bool) -> Tensor:
         n, channels = self.w.shape
@@ -267,10 +278,14 @@ class BatchNorm:
 class Dropout:
     """Every client and sample draws its own mask."""
 
+    training = True
+
     def __init__(self, p: float, generator: torch.Generator | None) -> None:
         self.p, self.generator = p, generator
 
     def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
         self.keep = torch.empty_like(x).bernoulli_(1 - self.p, generator=self.generator).div_(1 - self.p)
         return x * self.keep
 
@@ -340,6 +355,7 @@ class StackedNetwork:
         self.buffers = torch.zeros(n, layout.b, device=device)
         weights, grads = dict(layout.weights(self.w)), dict(layout.weights(self.g))
         self.places: list[Place] = []
+        self.named: dict[str, Place] = {}
         made: dict[Node | None, Place | None] = {None: None}
         if setting.graph is None and not supported(setting):
             raise ValueError("a network with layers that are not written out")
@@ -350,6 +366,7 @@ class StackedNetwork:
                 continue
             place = made[node] = Place(layer, sources, any(source is not None and source.back for source in sources))
             self.places.append(place)
+            self.named[node.name] = place
         self.pair_up(fused=conv == "fused")
         layers = [place.layer for place in self.places]
         self.norms = [layer for layer in layers if isinstance(layer, BatchNorm)]
@@ -411,8 +428,7 @@ class StackedNetwork:
     @torch.no_grad()
     def gradient(self, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
         """x (n·B, ...), y (n·B,), scale (n, B): the weight of each sample. Returns the weighted loss, (n,)."""
-        if x.dim() == 4:
-            x = x.to(self.dtype, memory_format=torch.channels_last)
+        x = self.taken(x)
         if self.norms:
             live = (scale > 0).to(scale.dtype)
             size = live.sum(1, keepdim=True)
@@ -433,6 +449,25 @@ class StackedNetwork:
                     own.add(source)
                 came[source] = came[source] + dx if source in came and not onto else dx
         return loss
+
+    def taken(self, x: Tensor) -> Tensor:
+        """Samples in the form that the layers take them in."""
+        return x.to(self.dtype, memory_format=torch.channels_last) if x.dim() == 4 else x
+
+    def feeds(self, head: str) -> bool:
+        """Is it known what that layer is given? Others may be done together with the one before them."""
+        return head in self.named and isinstance(self.named[head].layer, Linear)
+
+    @torch.no_grad()
+    def fed(self, head: str, x: Tensor) -> Tensor:
+        """What that layer is given for x (n·B, ...), (n, B, features), with every client in evaluation mode."""
+        changing = [place.layer for place in self.places if isinstance(place.layer, BatchNorm | Dropout)]
+        for layer in changing:
+            layer.training = False
+        given = self.outputs(self.taken(x))[self.named[head].sources[0]]
+        for layer in changing:
+            layer.training = True
+        return given.reshape(self.n, -1, given.shape[-1])
 
     def outputs(self, x: Tensor) -> dict[Place | None, Tensor]:
         values: dict[Place | None, Tensor] = {None: x}
