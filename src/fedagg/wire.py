@@ -1,7 +1,7 @@
 """What a real federation sends: the bytes of a round, counted from the work itself.
 
 Counted is the payload: the numbers of the vectors, and 8 bytes for every number and 1 for every flag beside them. The
-tests hold `fedagg.flower` to it, message by message. Names and framing come on top, about two kilobytes a message
+tests hold `fedagg.flower` to it, message by message. Names and framing come on top, about a kilobyte a message
 whatever the model.
 """
 
