@@ -14,6 +14,7 @@ from torch import nn
 
 import fedagg
 from fedagg import plots, runs
+from fedagg.algorithms import REGISTRY
 from fedagg.cli import main
 from fedagg.config import Config
 from fedagg.engines.base import cross_entropy
@@ -159,6 +160,22 @@ def test_what_was_given_from_python_is_told_apart(tmp_path: Path) -> None:
     groups = content.gather([tmp_path]).groups
     assert [each.name for each in groups] == [f"{group.name}, as in {name}" for name in ("a0", "b0", "lost")]
     assert [len(each.series["FedAgg"].trials) for each in groups] == [2, 1, 1]
+
+
+def test_a_method_registered_in_a_script_is_shown_beside_others(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(REGISTRY, "mine", REGISTRY["fedavg"])
+    fedagg.run(algorithm="mine", engine="sequential", out=tmp_path / "mine", **SETTINGS)
+    monkeypatch.delitem(REGISTRY, "mine")  # what the command line sees
+    (group,) = content.gather([folder, tmp_path / "mine"]).groups
+    assert list(group.series) == ["FedAgg", "FedAvg", "mine"]
+    mine = tmp_path / "mine"
+    for status, command in ((0, ["plot", str(mine), "-o", str(tmp_path)]), (2, ["run", str(mine / "config.toml")])):
+        with pytest.raises(SystemExit) as stop:
+            main(command)
+        assert stop.value.code == status
+    assert "algorithm = 'mine'" in capsys.readouterr().err
 
 
 def test_a_loss_of_ones_own_is_a_setting_of_its_own(folder: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
 from fedagg import aggregate, data, models, partition
 from fedagg.algorithms import REGISTRY
@@ -126,9 +126,10 @@ class Config(BaseModel):
     data_dir: str | None = Field(None, description="where data sets are (default FEDAGG_DATA, else the user's cache)")
 
     @model_validator(mode="after")
-    def names_exist(self) -> Config:
+    def names_exist(self, info: ValidationInfo) -> Config:
+        recorded = bool(info.context and info.context["recorded"])
         for setting, value, known in (
-            ("algorithm", self.algorithm, REGISTRY),
+            ("algorithm", self.algorithm, [self.algorithm] if recorded else REGISTRY),
             ("dataset", self.dataset, [*data.names(), "custom"]),
             ("model", self.model, [*models.names(), "custom"]),
             ("partition", self.partition, [*partition.names(), "custom"]),
@@ -161,13 +162,14 @@ class Config(BaseModel):
         return tomli_w.dumps({k: v for k, v in self.model_dump().items() if v is not None})
 
 
-def make(settings: dict[str, Any]) -> Config:
-    """A configuration from loose settings, or one line that says which is wrong and what to do."""
+def make(settings: dict[str, Any], recorded: bool = False) -> Config:
+    """A configuration from loose settings, or one line that says which is wrong and what to do. A `recorded` one is of a run that
+    was made: its method may be one that a script of the user's has registered, and that is not known here."""
     for key in settings:
         if key not in Config.model_fields:
             raise unknown("setting", key, Config.model_fields, ELSEWHERE)
     try:
-        return Config(**settings)
+        return Config.model_validate(settings, context={"recorded": recorded})
     except ValidationError as error:
         first = error.errors()[0]
         setting = ".".join(str(part) for part in first["loc"][:1]) or "configuration"

@@ -45,7 +45,7 @@ class Run:
 def load(folder: Path) -> Run:
     if not (folder / "config.toml").exists():
         raise SettingError("run", str(folder), "is not a run folder: it has no config.toml")
-    chosen = config.make(config.read(folder / "config.toml"))
+    chosen = config.make(config.read(folder / "config.toml"), recorded=True)
     name = f"{chosen.method} seed {chosen.seed}"
     return Run(
         name=name,

@@ -205,7 +205,7 @@ def from_cell(cell: Measured) -> Trial:
     columns = {name: cell.column(name) for name in names}
     columns["drift_max"] = [None] * cell.rounds
     known = {k: v for k, v in cell.config.items() if k in Config.model_fields}
-    return Trial(make(known), cell.rounds, columns, cell.accuracy, cell.best_accuracy, cell.loss, cell.environment)
+    return Trial(make(known, recorded=True), cell.rounds, columns, cell.accuracy, cell.best_accuracy, cell.loss, cell.environment)
 
 
 def from_run(run: Run) -> Trial:
