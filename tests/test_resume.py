@@ -83,7 +83,7 @@ def test_the_command_killed_and_resumed_ends_the_same_and_warns_in_one_line(tmp_
 
 
 def test_ctrl_c_stops_with_a_checkpoint_and_the_way_on(tmp_path: Path) -> None:
-    run = tmp_path / "run"
+    run = tmp_path / "my run"
     process = subprocess.Popen(
         [sys.executable, "-m", "fedagg", "run", *SMALL, "--rounds", "5000", "--out", str(run), "--quiet"],
         env=environment(),
@@ -97,7 +97,7 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_way_on(tmp_path: Path) -> None:
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in said
-    assert f"--resume {run}" in said.replace("\n", " ")
+    assert f"--resume '{run}'" in said.replace("\n", " ")
     rounds = len(tiny.rows(run))
     assert json.loads((run / "result.json").read_text())["interrupted"] is True
     assert fedagg.checkpoint.latest(run / "checkpoints").round == rounds  # type: ignore[union-attr]

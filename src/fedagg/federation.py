@@ -6,6 +6,7 @@ import copy
 import functools
 import hashlib
 import math
+import shlex
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -106,7 +107,7 @@ def guarded(function: Callable[P, R]) -> Callable[P, R]:
             if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
                 raise
             folder = kwargs.get("resume") or kwargs.get("out")
-            again = f", then go on with --resume {folder}" if folder else ""
+            again = f", then go on with --resume {shlex.quote(str(folder))}" if folder else ""
         finally:
             torch.set_num_threads(threads)
         raise FedaggError(f"out of memory; lower --chunk, --batch-size or --participation, or the model{again}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -41,7 +42,7 @@ def append(path: Path, line: str) -> None:
                 raise
     except OSError as error:
         raise FedaggError(
-            f"{path}: cannot be written ({reason(error)}); make room, then go on with --resume {path.parent}"
+            f"{path}: cannot be written ({reason(error)}); make room, then go on with --resume {shlex.quote(str(path.parent))}"
         ) from None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -147,5 +148,5 @@ def finished(folder: Path, given: Dataset) -> Result | None:
 
 
 def hint(folder: Path, out_dir: Path | None) -> None:
-    more = "" if out_dir is not None else f" with --out {folder}"
+    more = "" if out_dir is not None else f" with --out {shlex.quote(str(folder))}"
     err.print(f"stopped; the same command{more} goes on from here", style="yellow", markup=False, soft_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -33,7 +34,7 @@ def new(folder: Folder) -> None:
     files.folder(folder, "DIR")
     copy(resources.files("fedagg.flower") / "template", folder)
     typer.echo(f"wrote {folder}: put your model and data into federation/task.py, then try it with:")
-    typer.echo(f"cd {folder} && flwr run . --stream")
+    typer.echo(f"cd {shlex.quote(str(folder))} && flwr run . --stream")
 
 
 @app.command()

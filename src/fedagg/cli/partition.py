@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 import warnings
 from pathlib import Path
@@ -155,7 +156,7 @@ def trained(module: nn.Module, path: Path) -> nn.Module:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    again = f"have it written with: fedagg run --resume {path.parent}"
+    again = f"have it written with: fedagg run --resume {shlex.quote(str(path.parent))}"
     if not path.exists():
         raise SettingError("run", str(path.parent), f"has no model.safetensors: the run is not finished; {again}")
     try:

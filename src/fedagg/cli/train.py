@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -84,6 +85,6 @@ def tell(result: Result, as_json: bool) -> None:
     for name, value in result.figures.items():
         out.print(f"{name.replace('_', ' ')}: {100 * value:.2f} %")
     if result.interrupted:
-        again = f"go on with: fedagg run --resume {result.run}"
+        again = f"go on with: fedagg run --resume {shlex.quote(str(result.run))}"
         err.print(f"stopped after {len(result.history)} rounds; {again}", style="yellow", markup=False, soft_wrap=True)
     out.print(f"run folder: {result.run}", markup=False, soft_wrap=True)
