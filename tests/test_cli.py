@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,14 @@ def test_run_prints_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert 0 <= printed["accuracy"] <= printed["best_accuracy"] <= 1
     files = {path.name for path in (tmp_path / "run").iterdir()}
     assert {"config.toml", "metrics.jsonl", "clients.jsonl", "model.safetensors", "environment.json"} <= files
+
+
+@pytest.mark.skipif(version("click") >= "8.5", reason="pyproject.toml asks for an older click")
+@pytest.mark.parametrize("command", ["run", "compare", "reproduce", "plot", "report"])
+def test_help_says_what_an_argument_is_for(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(command, "--help") == 0
+    said = capsys.readouterr().out.partition("Arguments")[2].partition("Options")[0]
+    assert "folder" in said or "TOML" in said
 
 
 def test_a_run_folder_repeats_itself(tmp_path: Path) -> None:
