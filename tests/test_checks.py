@@ -409,3 +409,28 @@ def test_a_result_without_figures_is_still_json(tmp_path: Path) -> None:
     assert blown.summary()["loss"] is None
     json.dumps(blown.summary(), allow_nan=False)
     assert "NaN" not in (tmp_path / "run" / "result.json").read_text(encoding="utf-8")
+
+
+def test_tokens_beyond_an_embedding_are_found_before_anything_is_written(tmp_path: Path) -> None:
+    x, y = torch.zeros(60, 4, dtype=torch.int64), torch.arange(60) % 2
+    x[40:] = 30
+    model = nn.Sequential(nn.Embedding(20, 3), nn.Flatten(), nn.Linear(12, 2))
+    for data in (fedagg.Dataset(x, y, x[:9], y[:9]), fedagg.Dataset(x[:9], y[:9], x, y)):
+        with pytest.raises(SettingError, match=r"^model = 'custom': .* tokens from 0 to 30 .*out of range"):
+            fedagg.run(data=data, model=model, clients=3, rounds=1, out=tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+
+
+def test_what_may_be_the_matter_with_a_model_that_does_not_take_the_samples() -> None:
+    x, y = torch.randn(20, 4), torch.arange(20) % 2
+    with pytest.raises(SettingError, match=r"give model.float\(\)"):
+        fedagg.run(data=fedagg.Dataset(x, y, x, y), model=nn.Linear(4, 2).double(), clients=3, rounds=1)
+    with pytest.raises(SettingError, match=r"features go in as x.astype\('float32'\)"):
+        fedagg.run(data=fedagg.Dataset(x.long(), y, x.long(), y), model="linear", clients=3, rounds=1)
+
+
+def test_no_batch_size_helps_a_client_with_one_sample() -> None:
+    x, y = torch.randn(20, 4), torch.arange(20) % 2
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    with pytest.raises(SettingError, match=r"^partition = 'custom': gives client 1 one sample"):
+        fedagg.run(data=fedagg.Dataset(x, y, x, y), model=model, parts=[[0, 1, 2], [3]], rounds=1)

@@ -12,6 +12,7 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -547,3 +548,18 @@ def test_a_run_reports_on_what_was_held_back() -> None:
     assert found.summary()["validation"] == 0.2
     with pytest.raises(SettingError, match="validation"):
         fedagg.run(data=wrong, parts=[range(50), range(50, 100)], validation=0.2)
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        (np.array(["cat", "dog"]), r"np.unique"),
+        (np.array(["cat", "dog"], dtype=object), r"np.unique"),
+        (np.eye(2), r"y.argmax\(1\)"),
+        (np.array([-1, 1]), r"y_train\[0\] = -1: labels must be from 0 up"),
+        (np.array([0.5, 1.5]), r"classes, not quantities"),
+    ],
+)
+def test_labels_of_other_kinds_are_told_how_to_become_classes(labels: Any, words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        Dataset(np.zeros((2, 3)), labels, np.zeros((1, 3)), np.array([1]))

@@ -103,8 +103,11 @@ def try_out(config: Config, module: nn.Module, loss: Loss, data: Dataset, parts:
     with seeding.seeded_global(0, device):
         try:
             output = probe(x)
+            if not x.is_floating_point():
+                probe(extremes(data).to(device))
         except Exception as error:  # whatever layers say to what they cannot take
-            raise wrong(f"does not take samples of shape {tuple(data.shape)} in {str(x.dtype)[6:]}", error) from None
+            words = f"does not take samples of shape {tuple(data.shape)} in {str(x.dtype)[6:]}{hint(module, data)}"
+            raise wrong(words, error) from None
         if not isinstance(output, Tensor) or output.dim() != 2 or len(output) != len(x):
             form = tuple(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__}"
             raise wrong(f"must put out a row of numbers a sample, a number a class, and put out {form} for {len(x)} samples")
@@ -115,9 +118,28 @@ def try_out(config: Config, module: nn.Module, loss: Loss, data: Dataset, parts:
             probe(x[:1])
         except Exception:  # one alone: batch normalisation has nothing to take the deviation of
             for client, part in enumerate(parts):
+                if len(part) == 1:
+                    words = f"gives client {client} one sample, and the model does not take it alone; let it have more"
+                    raise SettingError("partition", config.partition, words) from None
                 if len(part) % config.batch_size == 1 or config.batch_size == 1:
                     words = f"leaves client {client} with a batch of one, which the model does not take; choose another"
                     raise SettingError("batch_size", config.batch_size, words) from None
+
+
+def extremes(data: Dataset) -> Tensor:
+    """The samples with the smallest and the largest of all tokens: an embedding may have too few rows for them."""
+    sets_of = [(x, x.flatten(1)) for x in (data.x_train, data.x_test)]
+    return torch.stack([x[at] for x, flat in sets_of for at in (flat.amin(1).argmin(), flat.amax(1).argmax())])
+
+
+def hint(module: nn.Module, data: Dataset) -> str:
+    """What may be the matter with a model that does not take the samples."""
+    if any(p.is_floating_point() and p.dtype != torch.float32 for p in module.parameters()):
+        return " (samples are float32: give model.float())"
+    if data.x_train.is_floating_point():
+        return ""
+    tokens = extremes(data)
+    return f", tokens from {int(tokens.min())} to {int(tokens.max())} (features go in as x.astype('float32'))"
 
 
 def check_loss(loss: Loss, output: Tensor, y: Tensor) -> None:

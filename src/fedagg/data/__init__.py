@@ -160,15 +160,19 @@ def _samples(key: str, value: Array) -> torch.Tensor:
 
 
 def _labels(key: str, value: Array) -> torch.Tensor:
+    if isinstance(value, np.ndarray) and value.dtype.kind in "OSU":
+        words = "labels are numbers; number names with np.unique(y, return_inverse=True), training and test together"
+        raise SettingError(key, str(value.dtype), words)
     kind = _kind(key, value)
     if value.ndim != 1 or len(value) == 0:
-        raise SettingError(key, tuple(value.shape), "must be one label per sample, with at least one sample")
+        fix = "; take y.argmax(1) of rows with a 1 for the class, y.ravel() of a column" if value.ndim == 2 else ""
+        raise SettingError(key, tuple(value.shape), f"must be one label per sample, with at least one sample{fix}")
     if kind == "floating":
         whole = _tensor(value, torch.float64)
         wrong = ((whole != whole.trunc()) | (whole.abs() > 2**53)).nonzero()  # NaN differs from itself
         if len(wrong):
             at = int(wrong[0])
-            raise SettingError(f"{key}[{at}]", float(whole[at]), "labels must be whole numbers from 0 up")
+            raise SettingError(f"{key}[{at}]", float(whole[at]), "labels must be whole numbers from 0 up: classes, not quantities")
     return _tensor(value, torch.int64)
 
 
@@ -176,5 +180,5 @@ def _check_range(key: str, y: torch.Tensor, classes: int) -> None:
     wrong = ((y < 0) | (y >= classes)).nonzero()
     if len(wrong):
         at = int(wrong[0])
-        fix = f"labels must be from 0 to {classes - 1}" if classes > 0 else "labels must be from 0 up"
+        fix = f"labels must be from 0 to {classes - 1}" if y[at] >= 0 else "labels must be from 0 up"
         raise SettingError(f"{key}[{at}]", int(y[at]), fix)
