@@ -47,6 +47,17 @@ def test_run_prints_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert {"config.toml", "metrics.jsonl", "clients.jsonl", "model.safetensors", "environment.json"} <= files
 
 
+def test_a_narrow_terminal_cuts_no_figures_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert call("run", *TINY, "--quiet", "--out", str(tmp_path / "run")) == 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    said = capsys.readouterr().out
+    assert f"{100 * result['accuracy']:.2f} %" in said
+    assert f"{result['loss']:.4f}" in said
+
+
 @pytest.mark.skipif(version("click") >= "8.5", reason="pyproject.toml asks for an older click")
 @pytest.mark.parametrize("command", ["run", "compare", "reproduce", "plot", "report"])
 def test_help_says_what_an_argument_is_for(command: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,7 +68,7 @@ def compare(
     if as_json:
         sys.stdout.write(json.dumps({"runs": [r.summary() for r in results], "plot": str(picture)}) + "\n")
     else:
-        out.print(results_table(results, title))
+        out.print(results_table(results, title), crop=False)
         out.print(f"plot: {picture}", soft_wrap=True)
     return 130 if results[-1].interrupted else 0
 

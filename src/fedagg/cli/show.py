@@ -65,6 +65,9 @@ def waiting() -> Progress:
     return Progress(*columns, console=err, transient=True, disable=not err.is_interactive)
 
 
+WIDE = 1000  # more than any table is
+
+
 def results_table(results: list[Result], title: str) -> Table:
     """One row a run: accuracy, local work, bytes, time; the best accuracy in bold."""
     table = Table(title=title, title_justify="left")
@@ -83,6 +86,8 @@ def results_table(results: list[Result], title: str) -> Table:
             f"{sum(row['bytes_up'] + row['bytes_down'] for row in r.history) / 1e6:.1f}",
             f"{r.seconds:.1f}",
         )
+    whole = out.measure(table, options=out.options.update(max_width=WIDE)).maximum
+    table.width = whole if whole > out.width else None  # a terminal breaks lines; a figure cut short would be gone
     return table
 
 

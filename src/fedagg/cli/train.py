@@ -81,7 +81,7 @@ def tell(result: Result, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(result.summary()) + "\n")
         return
-    out.print(results_table([result], task(result.config)))
+    out.print(results_table([result], task(result.config)), crop=False)
     for name, value in result.figures.items():
         out.print(f"{name.replace('_', ' ')}: {100 * value:.2f} %")
     if result.interrupted:
