@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -45,6 +48,14 @@ def test_run_prints_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert 0 <= printed["accuracy"] <= printed["best_accuracy"] <= 1
     files = {path.name for path in (tmp_path / "run").iterdir()}
     assert {"config.toml", "metrics.jsonl", "clients.jsonl", "model.safetensors", "environment.json"} <= files
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_without_greek_letters(encoding: str) -> None:
+    command = [sys.executable, "-m", "fedagg", "list"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": encoding}, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"fedprox" in done.stdout
 
 
 def test_a_narrow_terminal_cuts_no_figures_off(

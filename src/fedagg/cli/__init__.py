@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import warnings
 
@@ -37,6 +38,9 @@ app.add_typer(flower.app, name="flower")
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: everything a user can mend becomes one line and exit status 2."""
     warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}", "yellow")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape") and stream.encoding != "utf-8":
+            stream.reconfigure(errors="replace")  # a terminal that has no μ shows a question mark, and the command goes on
     try:
         status = app(arguments if arguments is not None else sys.argv[1:], standalone_mode=False)
         leave(status if isinstance(status, int) else 0)
