@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -431,6 +433,17 @@ def test_the_same_numbers_give_the_same_picture(tmp_path: Path) -> None:
         one = plots.accuracy_curves(history, tmp_path / f"one.{ending}", "t", "accuracy").read_bytes()
         if ending != "svg":  # whose element names are random
             assert plots.accuracy_curves(history, tmp_path / f"two.{ending}", "t", "accuracy").read_bytes() == one
+
+
+def test_a_folder_is_no_place_for_a_page(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"^out = '.*': is a folder; give the page a name, .*report.html"):
+        page.write([folder], tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+def test_a_folder_whose_name_is_no_text(folder: Path, tmp_path: Path) -> None:
+    odd = Path(shutil.copytree(folder / "fedavg-0", tmp_path / os.fsdecode(b"run-\xff")))
+    assert "<title>fedagg: run-?</title>" in page.write([odd], tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 def test_nothing_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

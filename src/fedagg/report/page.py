@@ -9,6 +9,7 @@ from typing import Any
 
 import fedagg
 from fedagg import files
+from fedagg.errors import SettingError
 from fedagg.report import charts, tables
 from fedagg.report.content import Content, gather
 
@@ -19,8 +20,10 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 def write(paths: list[Path], out: Path) -> Path:
     """Make the report of run folders, or of a results folder."""
+    if out.is_dir():
+        raise SettingError("out", str(out), f"is a folder; give the page a name, {out / 'report.html'} for one")
     files.folder(out.parent if str(out.parent) else Path())
-    files.write(out, build(gather(paths)))
+    files.write(out, build(gather(paths)).encode(errors="replace"))  # names of folders may be no text
     return out
 
 
