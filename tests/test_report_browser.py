@@ -194,3 +194,12 @@ def contrast(one: str, two: str) -> float:
 
     low, high = sorted((luminance(one), luminance(two)))
     return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("width", [390, 1600])
+def test_the_scale_of_the_label_map_says_what_it_counts(browser: Any, report: Path, width: int) -> None:
+    page = Opened(browser, report, width).page
+    page.wait_for_selector("#chart-partition .cbtitle", state="attached")
+    ends = "query => document.querySelector(`#chart-partition ${query}`).getBoundingClientRect().right"
+    assert page.evaluate(ends, ".cbtitle") <= page.evaluate(ends, ".main-svg")
+    page.context.close()

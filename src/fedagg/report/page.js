@@ -119,7 +119,7 @@
     const split = data.partitions[Number(chosen("partition"))];
     const x = split.table[0].map((_, client) => client);
     const y = split.table.map((_, label) => label);
-    draw("chart-partition", map(x, y, split.table, "samples"), layout("client", "label", { hovermode: "closest", margin: { l: 64, r: 84, t: 8, b: 48 } }), split.text);
+    draw("chart-partition", map(x, y, split.table, "samples"), layout("client", "label", { hovermode: "closest", margin: { l: 64, r: 108, t: 8, b: 48 } }), split.text);
   }
 
   function drawAll() {
