@@ -23,7 +23,7 @@ import tiny
 from fedagg import algorithms, models, seeding
 from fedagg.algorithms.fedagg import FedAgg, student
 from fedagg.algorithms.fedgh import FedGH
-from fedagg.clients import Clients, Outcome
+from fedagg.clients import Clients, Outcome, secant_smoothness
 from fedagg.engines import Work
 from fedagg.errors import SettingError
 from fedagg.flat import Layout, Model
@@ -775,3 +775,27 @@ def test_a_figure_of_an_earlier_round_is_not_repeated() -> None:
     empty = [row for row in result.history if row.get("unchanged")]
     assert empty
     assert not any("header_loss_after" in row for row in empty)
+
+
+def test_an_epoch_in_which_a_client_stood_still_says_nothing_of_its_smoothness() -> None:
+    gradients = torch.tensor([[[1.0], [3.0], [3.5]], [[1.0], [3.0], [3.5]], [[1.0], [1.0], [1.0]], [[1.0], [2.0], [3.0]]])
+    path = torch.tensor([[[0.0], [1.0], [1.0], [2.0]], [[0.0], [1.0], [1.1], [2.0]], [[0.0], [1.0], [1.0], [1.0]], [[0.0]] * 4])
+    assert secant_smoothness(gradients, path).tolist() == pytest.approx([2.0, 5.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("given", [{"estimator": "history"}, {"passes": 2}, {"estimator": "pretrain", "passes": 2}])
+def test_the_paper_version_goes_on_after_epochs_at_a_rate_of_zero(given: dict[str, Any]) -> None:
+    result = fedagg.run(dataset="mnist-mini", variant="paper", rounds=5, clients=20, epochs=3, lr=0.01, device="cpu", **given)
+    assert any(0.0 in row["rate_min"] for row in result.history)
+    assert all(row["rate_max"][0] > 1e-3 for row in result.history)
+    assert result.accuracy > 0.6
+
+
+def test_who_stops_after_one_epoch_is_as_bounded_as_the_others(tmp_path: Path) -> None:
+    """Between two gradients nobody saw it move: its own smoothness is not known, and the largest is taken."""
+    given: dict[str, Any] = {"variant": "paper", "straggler_rate": 0.5, "epochs": 3, "participation": 1.0, "rounds": 3}
+    tiny.job(out=tmp_path / "run", **given)
+    row = tiny.rows(tmp_path / "run", "clients.jsonl")[2]
+    assert row["epochs"]["4"] == 1
+    rates = {client: own[0] for client, own in zip(row["clients"], row["rates"], strict=True)}
+    assert rates[4] == min(rates.values()) < max(rates.values())

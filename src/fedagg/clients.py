@@ -271,9 +271,10 @@ def split_trace(trace: Tensor, epochs: int) -> MeanField:
 
 
 def secant_smoothness(gradients: Tensor, path: Tensor) -> Tensor:
-    """β_i = max_l |ḡ_l - ḡ_{l-1}| / |w_l - w_{l-1}| along a client's own path, (n,)."""
+    """β_i = max_l |ḡ_l - ḡ_{l-1}| / |w_l - w_{l-1}| along a client's own path, (n,). An epoch in which it stood still says nothing:
+    its gradients differ by their noise alone. 0 where nothing is known."""
     if gradients.shape[1] < 2:
         return torch.ones(len(gradients))
     change: Tensor = (gradients[:, 1:] - gradients[:, :-1]).norm(dim=-1)
     length: Tensor = (path[:, 1:-1] - path[:, :-2]).norm(dim=-1)
-    return (change / length.clamp_min(1e-12)).amax(1)
+    return torch.where(length > 0, change / length.clamp_min(1e-12), 0.0).amax(1)

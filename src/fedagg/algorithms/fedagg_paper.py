@@ -79,9 +79,10 @@ class FedAggPaper(Algorithm):
         return out, field
 
     def smoothness(self, out: Outcome, clients: Clients) -> Tensor:
-        """β_i by participant; the round's largest for those that did not answer."""
+        """β_i by participant; the round's largest for those that did not answer, or not for long enough to tell."""
         assert out.beta is not None
-        return by_participant(dict(zip(out.clients, out.beta.tolist(), strict=True)), clients)
+        known = {client: beta for client, beta in zip(out.clients, out.beta.tolist(), strict=True) if beta > 0}
+        return by_participant(known, clients)
 
     def plan(self, field: MeanField, out: Outcome | Tensor, clients: Clients) -> Work:
         """Theorem 1 around these mean-field terms, and the direction of the step."""
@@ -140,7 +141,9 @@ class FedAggPaper(Algorithm):
 
     def update(self, model: Model, out: Outcome, clients: Clients) -> Model:
         if out.field is not None and out.beta is not None:
-            self.state |= {"phi1": out.field.phi1, "phi2": out.field.phi2, "beta": out.beta.median().float()}
+            known = out.beta[out.beta > 0]
+            beta = known.median().float() if len(known) else self.state.get("beta", torch.ones(()))
+            self.state |= {"phi1": out.field.phi1, "phi2": out.field.phi2, "beta": beta}
         return super().update(model, out, clients)
 
     def figures(self) -> dict[str, float]:
@@ -149,6 +152,6 @@ class FedAggPaper(Algorithm):
 
 
 def by_participant(known: dict[int, float], clients: Clients) -> Tensor:
-    """A value for everybody who takes part; the largest for those of whom there is none."""
-    most = max(known.values())
+    """A value for everybody who takes part; the largest for those of whom there is none, and 1 where there is none at all."""
+    most = max(known.values(), default=1.0)
     return torch.tensor([known.get(client, most) for client in clients.ids])
