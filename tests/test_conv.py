@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -124,3 +125,18 @@ def test_dropout_in_threads_repeats_by_seed_and_leaves_torch_alone() -> None:
     assert torch.equal(one, two)  # whoever else draws at the same time
     assert torch.equal(one[0], one[2])
     assert not torch.equal(one[0], one[1])
+
+
+def test_threads_go_with_their_engine() -> None:
+    setting = make_setting(single(), (1, 8, 8), Local(epochs=2, batch_size=4))
+    model, work = setting.layout.pack(setting.module), works(setting.layout.d)["plain"]
+    for network in (stacked.StackedNetwork, None):
+        engine = Threaded(setting, 2, network)
+        list(engine.run(model, work, job_list(), None))
+        threads = list(engine.pool._threads)
+        assert threads
+        del engine
+        gc.collect()
+        for thread in threads:
+            thread.join(10)
+        assert not any(thread.is_alive() for thread in threads)

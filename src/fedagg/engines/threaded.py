@@ -24,21 +24,10 @@ class Threaded:
     """`network` is a form of the network that trains without autograd, one copy a thread; without it, the plain engine does."""
 
     def __init__(self, setting: Setting, threads: int, network: Callable[[Setting, int], Network] | None = None) -> None:
-        self.setting, self.network = setting, network
         self.own = threading.local()
-        self.pool = ThreadPoolExecutor(threads, initializer=self.prepare)
+        # What a thread is given it keeps: were the engine among it, neither would ever go.
+        self.pool = ThreadPoolExecutor(threads, initializer=prepare, initargs=(self.own, setting, network))
         self.note = f"{threads} clients at a time, a thread and a core each"
-
-    def prepare(self) -> None:
-        torch.set_num_threads(1)
-        self.own.train = self.trainer()
-
-    def trainer(self) -> Callable[[Model, Work, Job, Tensor | None], Chunk]:
-        """Trains one client. Neither of the two touches torch's own generator here, which all threads share."""
-        if self.network is None:
-            return Sequential(self.setting).client
-        engine = Batched(self.setting, self.network, chunk=1, padding=True)
-        return lambda model, work, job, own: engine.train(model, work, [job], None if own is None else Held(own))
 
     def run(self, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> Iterator[Chunk]:
         remembered = memory.read([job.client for job in jobs]) if memory is not None and work.memory else [None] * len(jobs)
@@ -57,6 +46,21 @@ class Threaded:
                 yield futures.pop(index).result()
         finally:
             torch.set_num_threads(threads)
+
+
+def prepare(own: threading.local, setting: Setting, network: Callable[[Setting, int], Network] | None) -> None:
+    torch.set_num_threads(1)
+    own.train = trainer(setting, network)
+
+
+def trainer(
+    setting: Setting, network: Callable[[Setting, int], Network] | None
+) -> Callable[[Model, Work, Job, Tensor | None], Chunk]:
+    """Trains one client. Neither of the two touches torch's own generator here, which all threads share."""
+    if network is None:
+        return Sequential(setting).client
+    engine = Batched(setting, network, chunk=1, padding=True)
+    return lambda model, work, job, own: engine.train(model, work, [job], None if own is None else Held(own))
 
 
 @dataclass(frozen=True)
