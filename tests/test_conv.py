@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from torch.nn import functional
 from fedagg import engines
 from fedagg.config import Config
 from fedagg.engines import Sequential, stacked
-from fedagg.engines.base import Job, Local, Work
+from fedagg.engines.base import Chunk, Job, Local, Work
+from fedagg.engines.batched import Batched
 from fedagg.engines.conv import Loop, channels_last
 from fedagg.engines.threaded import Threaded
+from fedagg.flat import Model
 from fedagg.memory import ClientMemory
 from test_engines import assert_same, chain, job_list, joined, make_setting, works
 
@@ -140,3 +143,24 @@ def test_threads_go_with_their_engine() -> None:
         for thread in threads:
             thread.join(10)
         assert not any(thread.is_alive() for thread in threads)
+
+
+def test_who_has_not_begun_when_a_round_is_broken_off_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = make_setting(single(), (1, 8, 8), Local(epochs=1, batch_size=4))
+    model, work = setting.layout.pack(setting.module), Work(rate=torch.full((1,), 0.1, dtype=torch.float64))
+    jobs = [Job(client=i, samples=torch.arange(8), epochs=1, seed=i, position=i) for i in range(50)]
+    train, made, gate = Batched.train, list[int](), threading.Event()
+
+    def waiting(self: Batched, model: Model, work: Work, jobs: list[Job], memory: None) -> Chunk:
+        made.append(jobs[0].client)
+        assert jobs[0].client == 0 or gate.wait(10)
+        return train(self, model, work, jobs, memory)
+
+    monkeypatch.setattr(Batched, "train", waiting)
+    engine = Threaded(setting, 2, stacked.StackedNetwork)
+    round_of = engine.run(model, work, jobs, None)
+    next(round_of)
+    round_of.close()  # type: ignore[attr-defined]
+    gate.set()
+    engine.pool.shutdown()
+    assert len(made) <= 4

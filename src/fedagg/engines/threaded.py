@@ -46,6 +46,8 @@ class Threaded:
                 yield futures.pop(index).result()
         finally:
             torch.set_num_threads(threads)
+            for future in futures.values():  # after Ctrl-C or an error nobody waits for those that have not begun
+                future.cancel()
 
 
 def prepare(own: threading.local, setting: Setting, network: Callable[[Setting, int], Network] | None) -> None:
