@@ -14,7 +14,7 @@ from torch.nn import functional
 from fedagg import engines
 from fedagg.config import Config
 from fedagg.engines import Sequential, stacked
-from fedagg.engines.base import Chunk, Job, Local, Work
+from fedagg.engines.base import Chunk, Job, Local, Setting, Work
 from fedagg.engines.batched import Batched
 from fedagg.engines.conv import Loop, channels_last
 from fedagg.engines.threaded import Threaded
@@ -100,10 +100,17 @@ def idle() -> nn.Sequential:
         )  # fmt: skip
 
 
+def traced(module: nn.Module, shape: tuple[int, ...], local: Local) -> Setting:
+    """As the choice of engines hands it over: threads that trace at the same time get in each other's way."""
+    setting = make_setting(module, shape, local)
+    assert stacked.supported(setting)
+    return setting
+
+
 @pytest.mark.parametrize("kind", ["plain", "prox", "mixed", "per client", "memory", "mask", "trace"])
 @pytest.mark.parametrize(("make", "shape"), [(single, (1, 8, 8)), (chain, (2, 8, 8)), (idle, (2, 8, 8))])
 def test_threads_without_autograd_agree_with_the_plain_engine(make: Any, shape: tuple[int, ...], kind: str) -> None:
-    setting = make_setting(make(), shape, Local(epochs=2, batch_size=4))
+    setting = traced(make(), shape, Local(epochs=2, batch_size=4))
     work, model = works(setting.layout.d)[kind], setting.layout.pack(setting.module)
     memory = ClientMemory(4, setting.layout.d)
     for client in range(4):
@@ -115,7 +122,7 @@ def test_threads_without_autograd_agree_with_the_plain_engine(make: Any, shape: 
 
 
 def test_dropout_in_threads_repeats_by_seed_and_leaves_torch_alone() -> None:
-    setting = make_setting(single(0.5), (1, 8, 8), Local(epochs=2, batch_size=4))
+    setting = traced(single(0.5), (1, 8, 8), Local(epochs=2, batch_size=4))
     jobs = [Job(client=i, samples=torch.arange(8), epochs=2, seed=seed, position=i) for i, seed in enumerate((5, 6, 5, 7))]
     work, model = Work(rate=torch.full((2,), 0.5, dtype=torch.float64)), setting.layout.pack(setting.module)
 
@@ -131,7 +138,7 @@ def test_dropout_in_threads_repeats_by_seed_and_leaves_torch_alone() -> None:
 
 
 def test_threads_go_with_their_engine() -> None:
-    setting = make_setting(single(), (1, 8, 8), Local(epochs=2, batch_size=4))
+    setting = traced(single(), (1, 8, 8), Local(epochs=2, batch_size=4))
     model, work = setting.layout.pack(setting.module), works(setting.layout.d)["plain"]
     for network in (stacked.StackedNetwork, None):
         engine = Threaded(setting, 2, network)
@@ -146,7 +153,7 @@ def test_threads_go_with_their_engine() -> None:
 
 
 def test_who_has_not_begun_when_a_round_is_broken_off_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    setting = make_setting(single(), (1, 8, 8), Local(epochs=1, batch_size=4))
+    setting = traced(single(), (1, 8, 8), Local(epochs=1, batch_size=4))
     model, work = setting.layout.pack(setting.module), Work(rate=torch.full((1,), 0.1, dtype=torch.float64))
     jobs = [Job(client=i, samples=torch.arange(8), epochs=1, seed=i, position=i) for i in range(50)]
     train, made, gate = Batched.train, list[int](), threading.Event()
