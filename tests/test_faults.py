@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -429,3 +430,22 @@ def test_fedagg_too_says_that_a_round_had_no_valid_client() -> None:
     with pytest.warns(UserWarning, match="not one client was valid"):
         result = fedagg.run(data=wild, model=tiny.network(), rounds=3, clients=6, participation=0.5, batch_size=8, device="cpu")
     assert all(row["unchanged"] for row in result.history)
+
+
+class Alone:
+    """A team of one process."""
+
+    rank, size = 0, 1
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    most = sum
+
+
+def test_processes_of_a_run_get_over_a_round_in_which_everybody_drops_out() -> None:
+    clients = federation_of(4, Faults(dropout=1.0), engine=SimpleNamespace(run=Scripted().run, team=Alone()))
+    with pytest.raises(NoClients):
+        clients.train(Work(rate=clients.constant(0.1)))
+    assert clients.left_out == dict.fromkeys(range(4), "dropped out")
+    assert clients.reported == {}

@@ -202,7 +202,7 @@ class Gathered:
     def pool(self, jobs: Sequence[Job]) -> None:
         """In a distributed run: every client's numbers to every process. Vectors stay where they are until they are summed."""
         self.mine = list(range(len(self.jobs)))
-        if self.team is None:
+        if self.team is None or not jobs:  # the same list everywhere
             return
         place = {job.position: at for at, job in enumerate(jobs)}
         self.mine = [place[job.position] for job in self.jobs]
