@@ -626,3 +626,22 @@ def test_any_network_of_these_layers_has_autograds_gradients(steps: list[tuple[s
         nn.functional.cross_entropy(module.train()(x[part]), y[part]).backward()
         expected = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in module.parameters()])
         assert float((network.g[client] - expected).norm()) <= 1e-4 * float(expected.norm())
+
+
+class OnGPU(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_a_gpu_without_triton_steps_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "fedagg.engines.fused", raising=False)
+    setting = make_setting(nn.Linear(6, 3), (6,), Local(epochs=2, batch_size=4))
+    network = VmappedNetwork(setting, 2)
+    network.w = network.w.as_subclass(OnGPU)
+    stage = batched.Stage(batched.Shape(2, 4, False, False, False, False, False), network, 2, setting)
+    stage.scale.fill_(0.25)
+    stage.rate.fill_(0.1)
+    stage.step()
+    assert bool((network.w != 0).any())

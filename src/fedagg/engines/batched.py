@@ -96,6 +96,7 @@ class Stage:
         self.plain = self.stepper.m is None and not self.setting.local.clip and not self.setting.local.weight_decay
         terms = (self.shape.shift, self.shape.prox, self.shape.memory, self.shape.mask)
         self.bare = self.plain and not any(terms)  # gradient descent and no more: one pass over the weights
+        self.fused = self.plain and self.network.w.is_cuda and has_triton()
         # Terms that do not depend on where the client is may follow a step along the gradient.
         follows = self.plain and not (self.shape.prox or self.shape.mask or self.shape.trace)
         self.descending = self.network if follows and isinstance(self.network, Descending) and self.network.linear else None
@@ -126,7 +127,7 @@ class Stage:
         self.loss += self.network.gradient(x, y, scale)
         if self.mean is not None:
             self.mean += self.network.g
-        if self.plain and self.network.w.is_cuda:
+        if self.fused:
             from fedagg.engines.fused import fused_step
 
             active = (scale[:, 0] > 0).to(scale.dtype)
@@ -418,6 +419,14 @@ def activations(setting: Setting) -> int:
     x = setting.x[:2]  # one alone is too few for some layers
     space.module(x)
     return count // len(x)
+
+
+def has_triton() -> bool:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def free_memory(device: torch.device) -> int:

@@ -16,7 +16,7 @@ from torch import nn
 
 from fedagg.engines import stacked
 from fedagg.engines.base import Engine, Setting
-from fedagg.engines.batched import Batched
+from fedagg.engines.batched import Batched, has_triton
 from fedagg.engines.conv import channels_last
 from fedagg.engines.distributed import Distributed
 from fedagg.engines.sequential import Sequential
@@ -117,14 +117,6 @@ def lay_out(setting: Setting) -> None:
 def noted(engine: Sequential | Threaded, why: str) -> Engine:
     engine.note += f" ({why})"
     return engine
-
-
-def has_triton() -> bool:
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 def set_precision(precision: str) -> None:
