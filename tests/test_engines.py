@@ -645,3 +645,24 @@ def test_a_gpu_without_triton_steps_without_it(monkeypatch: pytest.MonkeyPatch) 
     stage.rate.fill_(0.1)
     stage.step()
     assert bool((network.w != 0).any())
+
+
+class OnSphere(nn.Module):
+    """Has no gradient where its weights are zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.above = nn.Linear(6, 4, bias=False), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.below(x)
+        return self.above(y / y.norm(dim=1, keepdim=True))  # type: ignore[no-any-return]
+
+
+def test_what_a_warm_up_made_of_empty_weights_is_in_nobodys_mean_gradient() -> None:
+    setting = make_setting(OnSphere(), (6,), Local(epochs=2, batch_size=4))
+    work, model, jobs = works(setting.layout.d)["trace"], setting.layout.pack(setting.module), job_list(sizes=(8, 8))
+    engine = Batched(setting, VmappedNetwork)
+    engine.stage(work, 2, 4, 4).step()  # as a captured graph's first step, on whatever lies there
+    chunk = engine.train(model, work, jobs, None)
+    assert_same([chunk], list(Sequential(setting).run(model, work, jobs, None)))

@@ -104,7 +104,7 @@ class Stage:
     def reset(self) -> None:
         self.cursor.zero_()
         self.loss.zero_()
-        for state in (self.stepper.m, self.stepper.v, self.stepper.count):
+        for state in (self.mean, self.stepper.m, self.stepper.v, self.stepper.count):
             if state is not None:
                 state.zero_()
 
