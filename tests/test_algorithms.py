@@ -799,3 +799,12 @@ def test_who_stops_after_one_epoch_is_as_bounded_as_the_others(tmp_path: Path) -
     assert row["epochs"]["4"] == 1
     rates = {client: own[0] for client, own in zip(row["clients"], row["rates"], strict=True)}
     assert rates[4] == min(rates.values()) < max(rates.values())
+
+
+def test_how_long_a_rehearsal_is_makes_no_difference_to_the_rounds_before_its_end(tmp_path: Path) -> None:
+    """So that a run can be given more rounds later."""
+    given: dict[str, Any] = {"variant": "paper", "estimator": "pretrain", "passes": 3, "tolerance": 1e-9, "downlink_bits": 3}
+    tiny.job(rounds=6, out=tmp_path / "whole", **given)
+    tiny.job(rounds=3, out=tmp_path / "run", **given)
+    tiny.job(rounds=6, resume=tmp_path / "run", **given)
+    assert tiny.same_run(tmp_path / "run", tmp_path / "whole")

@@ -42,8 +42,11 @@ class FedAggPaper(Algorithm):
         phi2: list[Tensor] = []
         betas: list[Tensor] = []  # rows of round, client, β: who takes part may be another when training comes to the round
         accounts: list[Tensor] = []
+        # What a rehearsal carries from round to round is its own: however long it is, training begins the same.
+        downlink, carried = clients(0).downlink, dict[str, Tensor]()
+        error, downlink.error = downlink.error, None
         for t in range(rounds):
-            now, self.epsilon = replace(clients(t), model=model), UNKNOWN
+            now, self.epsilon = replace(clients(t), model=model, carried=carried), UNKNOWN
             try:
                 out, field = self.estimate(now)
             except NoClients:  # nobody to learn from: the terms of the round before, and at first none, which is a rate of zero
@@ -59,6 +62,7 @@ class FedAggPaper(Algorithm):
             betas.append(torch.stack([torch.full_like(ids, t), ids, beta], 1).double())
             account = (now.passes, now.samples_seen, now.bytes_up, now.bytes_down, *self.epsilon)
             accounts.append(torch.tensor(account, dtype=torch.float64))
+        downlink.error = error
         self.state["rehearsed_account"] = torch.stack(accounts)
         self.state |= {"rehearsed1": torch.stack(phi1), "rehearsed2": torch.stack(phi2)}
         self.state["rehearsed_beta"] = torch.cat(betas)
