@@ -808,3 +808,9 @@ def test_how_long_a_rehearsal_is_makes_no_difference_to_the_rounds_before_its_en
     tiny.job(rounds=3, out=tmp_path / "run", **given)
     tiny.job(rounds=6, resume=tmp_path / "run", **given)
     assert tiny.same_run(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("bits", [2, 32])
+def test_clients_that_follow_the_field_they_were_sent_do_not_depart_from_it(bits: int) -> None:
+    result = tiny.job(variant="paper", direction="aggregated", batch_size=100, downlink_bits=bits, lr=0.01, rounds=2)
+    assert all(row["departure"] < 1e-2 for row in result.history)

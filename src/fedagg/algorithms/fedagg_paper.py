@@ -115,8 +115,8 @@ class FedAggPaper(Algorithm):
             out, field = self.estimate(clients)
             work = self.plan(field, out, clients)
         out = clients.train(work)
-        if work.field is not None:
-            gram = (work.field.double() @ work.field.double().T).cpu()
+        if out.sent is not None:
+            gram = (out.sent.double() @ out.sent.double().T).cpu()
             self.departure = departure(out.norm2, out.along, gram, out.rates)
         return self.update(model, out, clients)
 
