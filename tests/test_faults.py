@@ -20,6 +20,7 @@ from fedagg import clients as clients_module
 from fedagg.algorithms.fedagg import FedAgg
 from fedagg.cli import show
 from fedagg.clients import Clients, NoClients
+from fedagg.engines import distributed
 from fedagg.engines.base import Chunk, Job, Local, Work
 from fedagg.faults import KINDS, Faults
 from fedagg.flat import Model
@@ -444,8 +445,30 @@ class Alone:
 
 
 def test_processes_of_a_run_get_over_a_round_in_which_everybody_drops_out() -> None:
-    clients = federation_of(4, Faults(dropout=1.0), engine=SimpleNamespace(run=Scripted().run, team=Alone()))
+    clients = federation_of(4, Faults(dropout=1.0), team=Alone())
     with pytest.raises(NoClients):
         clients.train(Work(rate=clients.constant(0.1)))
     assert clients.left_out == dict.fromkeys(range(4), "dropped out")
     assert clients.reported == {}
+
+
+def test_an_engine_around_a_distributed_one_need_not_know_of_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sums(Alone):
+        """Counts what is summed up over all processes."""
+
+        count = 0
+
+        def sum(self, tensor: Tensor) -> Tensor:
+            self.count += 1
+            return tensor.clone()
+
+        def part(self) -> None: ...
+
+    team = Sums()
+    monkeypatch.setattr(distributed, "Team", lambda device: team)
+    counts = []
+    for wrap in (None, lambda engine: SimpleNamespace(note=engine.note, run=engine.run)):
+        team.count = 0
+        tiny.job(algorithm="fedbabu", engine="distributed", rounds=1, wrap=wrap)
+        counts.append(team.count)
+    assert counts[0] == counts[1] > 0

@@ -74,6 +74,7 @@ class Clients:
     downlink: Downlink = field(default_factory=Downlink)
     quorum: int = 1  # valid answers that a round needs
     carried: dict[str, Tensor] = field(default_factory=dict)  # the server's state: the yardstick of absurd clients is kept in it
+    team: Team | None = None  # the processes that share the clients of a distributed run
 
     passes: int = 0
     left_out: dict[int, str] = field(default_factory=dict)
@@ -119,7 +120,7 @@ class Clients:
         work = self.downlink.send(work, self.t, self.passes)
         jobs = self.jobs()
         self.left_out.update({client: "dropped out" for client in self.ids if self.faults.drops(self.t, client)})
-        gathered = Gathered(self.robust, self.trim, getattr(self.engine, "team", None))
+        gathered = Gathered(self.robust, self.trim, self.team)
         for chunk in self.engine.run(model, work, jobs, self.memory):
             if self.memory is not None and self.remember is not None and work.memory:
                 self.memory.stage([job.client for job in chunk.jobs], self.remember(chunk, work))

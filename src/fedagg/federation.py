@@ -209,6 +209,7 @@ def run(
             trim=config.trim,
             downlink=downlink,
             carried=algorithm.state,
+            team=team,
         )
 
     identity = fingerprint(config, given, parts, module, loss)
@@ -494,6 +495,5 @@ def personal_accuracy(engine: engines.Engine, clients: Clients, fit: Work, model
     for chunk in engine.run(model, fit, clients.jobs(), None):
         for job, delta, buffers in zip(chunk.jobs, chunk.delta, chunk.buffers, strict=True):
             scores += torch.tensor([evaluator.personal(Model(model.w + delta, buffers), job.samples), 1.0])
-    team: Team | None = getattr(engine, "team", None)
-    total, count = (scores if team is None else team.sum(scores)).tolist()
+    total, count = (scores if clients.team is None else clients.team.sum(scores)).tolist()
     return float(total / count) if count else math.nan
