@@ -442,9 +442,9 @@ def test_fedgh_trains_the_header_on_the_uploads_and_broadcasts_it(monkeypatch: p
         updates.append((model, out, after))
         return after
 
-    def spied_train(self: Clients, work: Work, model: Model | None = None) -> Outcome:
+    def spied_train(self: Clients, work: Work) -> Outcome:
         given.append(self.model.w.clone())
-        return train(self, work, model)
+        return train(self, work)
 
     monkeypatch.setattr(FedGH, "update", spied_update)
     monkeypatch.setattr(Clients, "train", spied_train)
@@ -578,10 +578,10 @@ def watched(monkeypatch: pytest.MonkeyPatch, algorithm: str, **settings: Any) ->
     seen = []
     train = Clients.train
 
-    def spied(self: Clients, work: Work, model: Model | None = None) -> Outcome:
+    def spied(self: Clients, work: Work) -> Outcome:
         order = b"".join(job.order().numpy().tobytes() for job in self.jobs())
         seen.append((self.model.w.numpy().tobytes(), self.ids, order))
-        return train(self, work, model)
+        return train(self, work)
 
     with monkeypatch.context() as patch:
         patch.setattr(Clients, "train", spied)

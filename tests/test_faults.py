@@ -61,7 +61,6 @@ def federation_of(count: int, faults: Faults, t: int = 0, engine: Any = None, **
         samples=lambda client: torch.arange(10 + client),
         total=count,
         local=Local(epochs=3, batch_size=5),
-        lr=0.1,
         seed=0,
         model=Model(torch.zeros(D), torch.zeros(2)),
         faults=faults,

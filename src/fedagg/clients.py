@@ -63,7 +63,6 @@ class Clients:
     samples: Callable[[int], Tensor]
     total: int  # clients in the federation
     local: Local
-    lr: float
     seed: int
     model: Model
     memory: ClientMemory | None = None
@@ -114,10 +113,9 @@ class Clients:
         """The longest step that was usual in any round so far."""
         return float(self.carried.get("yardstick", 0.0))
 
-    def train(self, work: Work, model: Model | None = None) -> Outcome:
-        """Let every participant do the work from the global model (or the one given), and sum up what comes back."""
-        model = model or self.model
-        work = self.downlink.send(work, self.t, self.passes)
+    def train(self, work: Work) -> Outcome:
+        """Let every participant do the work from the global model, and sum up what comes back."""
+        model, work = self.model, self.downlink.send(work, self.t, self.passes)
         jobs = self.jobs()
         self.left_out.update({client: "dropped out" for client in self.ids if self.faults.drops(self.t, client)})
         gathered = Gathered(self.robust, self.trim, self.team)

@@ -199,7 +199,6 @@ def run(
             samples=samples,
             total=config.clients,
             local=local,
-            lr=config.lr,
             seed=config.seed,
             model=now,
             memory=memory,

@@ -113,7 +113,7 @@ class FedAgg(Algorithm):
         self.departure = math.nan
         try:
             if self.estimator == "probe":
-                self.learn(clients.train(self.plan(self.state["phi1"], clients)), clients)
+                self.learn(clients.train(self.plan(self.state["phi1"], clients)))
             out = clients.train(self.plan(self.state["phi1"], clients))
         except NoClients:
             if self.blown_up(clients) > LOST_SHARE:
@@ -127,12 +127,12 @@ class FedAgg(Algorithm):
         if self.unruly(out):
             self.slow_down()
             return model
-        self.learn(out, clients)
+        self.learn(out)
         nxt = model.moved(out.mean, out.buffers)
         self.travelled(nxt, clients)
         return nxt
 
-    def learn(self, out: Outcome, clients: Clients) -> None:
+    def learn(self, out: Outcome) -> None:
         """The mean field and the agreement from what the clients did: their displacement over rate and steps is their mean step,
         λ ḡ_i + (1-λ) φ1, so nothing but the update has to be sent."""
         own, phi1 = (self.own_share() if self.number("known") else 1.0), self.state["phi1"] if out.sent is None else out.sent[0]

@@ -31,7 +31,6 @@ def run(engine_name: str, task: Task, tick: Callable[[], None]) -> str:
             samples=lambda client: torch.arange(client * task.samples, (client + 1) * task.samples),
             total=task.clients,
             local=local,
-            lr=task.lr,
             seed=task.seed,
             model=now,
             carried=method.state,

@@ -113,10 +113,7 @@ class Stage:
         """One mini-batch of every client, at the cursor; `width` is how many samples of it are more than padding."""
         flat = self.order.index_select(0, self.cursor)[0, :, :width].reshape(-1)
         scale = self.scale.index_select(0, self.cursor)[0, :, :width]
-        if self.x.is_contiguous():
-            x = torch.index_select(self.setting.x, 0, flat, out=self.x[: len(flat)])
-        else:
-            x = self.setting.x.index_select(0, flat)
+        x = torch.index_select(self.setting.x, 0, flat, out=self.x[: len(flat)])
         if self.drawn is not None:
             x = augmented(x, self.drawn.index_select(0, self.cursor)[0, :, :width].reshape(-1))
         y = self.setting.y.index_select(0, flat)

@@ -99,12 +99,12 @@ class PrivateClients(Clients):
 
     strategy: FedAggStrategy | None = None
 
-    def train(self, work: Work, model: Model | None = None) -> Outcome:
+    def train(self, work: Work) -> Outcome:
         strategy = self.strategy
         assert strategy is not None
         assert strategy.privacy is not None
         updates_only(work, "privacy")
-        model, work = model or self.model, self.downlink.send(work, self.t, self.passes)
+        model, work = self.model, self.downlink.send(work, self.t, self.passes)
         total, answered = torch.zeros(len(model.w), dtype=torch.float64), 0
         for chunk in self.engine.run(model, work, self.jobs(), None):
             for job, delta in zip(chunk.jobs, chunk.delta.double(), strict=True):

@@ -115,13 +115,13 @@ class VeiledClients(Clients):
 
     strategy: FedAggStrategy | None = None
 
-    def train(self, work: Work, model: Model | None = None) -> Outcome:
+    def train(self, work: Work) -> Outcome:
         strategy = self.strategy
         assert strategy is not None
         assert strategy.grid is not None
         summable(work)
         strategy.ask([])  # the protocol has its own four rounds of messages: wait for the strategy's turn to receive
-        model, work = model or self.model, self.downlink.send(work, self.t, self.passes)
+        model, work = self.model, self.downlink.send(work, self.t, self.passes)
         jobs = {job.client: job for job in self.jobs()}
         sizes = {client: len(job.samples) for client, job in jobs.items()}
         typical = sum(sizes.values()) / len(sizes)

@@ -329,7 +329,6 @@ class FedAggStrategy(Strategy):
             samples=lambda client: torch.zeros(1, dtype=torch.int64).expand(self.members.sizes[client]),
             total=self.config.clients,
             local=self.local,
-            lr=self.config.lr,
             seed=self.config.seed,
             model=self.now,
             robust=self.config.robust,
