@@ -378,3 +378,19 @@ def test_a_loss_that_is_not_finite_is_null_in_the_record_and_comes_back_as_what_
     again = fedagg.run(resume=tmp_path / "run", rounds=2, **settings)
     assert np.isnan(again.loss)
     assert len(fedagg.run(resume=tmp_path / "run", rounds=3, **settings).history) == 3
+
+
+def test_a_run_whose_first_round_fails_leaves_its_folder_free(tmp_path: Path) -> None:
+    calls = []
+
+    def broken(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        calls.append(len(target))
+        if len(calls) > 3:
+            raise ZeroDivisionError("a mistake in the loss")
+        return nn.functional.cross_entropy(output, target, reduction="none")
+
+    settings: dict[str, Any] = {"out": tmp_path / "run", "rounds": 2, "clients": 10, "engine": "sequential"}
+    with pytest.raises(ZeroDivisionError):
+        fedagg.run(loss=broken, **settings)
+    assert not (tmp_path / "run").exists()
+    assert len(fedagg.run(**settings).history) == 2

@@ -107,7 +107,8 @@ def guarded(function: Callable[P, R]) -> Callable[P, R]:
             if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
                 raise
             folder = kwargs.get("resume") or kwargs.get("out")
-            again = f", then go on with --resume {shlex.quote(str(folder))}" if folder else ""
+            begun = folder is not None and (Path(str(folder)) / "config.toml").exists()
+            again = f", then go on with --resume {shlex.quote(str(folder))}" if begun else ""
         finally:
             torch.set_num_threads(threads)
         raise FedaggError(f"out of memory; lower --chunk, --batch-size or --participation, or the model{again}")
@@ -282,6 +283,10 @@ def run(
             if str(stop):
                 warnings.warn(str(stop), stacklevel=2)
             now, average = revive(settled, algorithm, downlink, device)  # drop what the round had begun
+        except BaseException:
+            if not book.history:  # there is nothing to go on with
+                book.withdraw()
+            raise
         seconds = before + time.perf_counter() - started
         if done:
             save()
