@@ -6,6 +6,8 @@ import csv
 import importlib.util
 import io
 import json
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -320,6 +322,34 @@ def test_a_partial_run_of_other_settings_is_begun_again(tmp_path: Path, mini: Pa
     fedagg.run(cell.config.changed(lr=0.5, rounds=1), out=store.partial(cell.config))
     assert running.run_cell(cell, store, Stop()).status == "done"
     assert results.settings(cell.config)["lr"] == 0.01
+
+
+class Frail:
+    """A pool of processes that breaks while one cell runs, and then again when nothing does."""
+
+    asked = 0
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def submit(self, work: object, cell: grid.Cell) -> Future[running.Outcome]:
+        Frail.asked += 1
+        if Frail.asked in (2, 3):
+            raise BrokenProcessPool
+        future: Future[running.Outcome] = Future()
+        if Frail.asked == 1:
+            future.set_exception(BrokenProcessPool())
+        else:
+            future.set_result(running.Outcome(cell, "done"))
+        return future
+
+    def shutdown(self) -> None: ...
+
+
+def test_a_pool_that_breaks_between_two_cells_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "ProcessPoolExecutor", Frail)
+    todo = list(grid.cells(grid.narrow(grid.load("quick"), seeds=2)))[:4]
+    seen = list(running.at_once(todo, Store(tmp_path), running.Stop(), jobs=2))
+    assert {outcome.cell: outcome.status for outcome in seen} == dict(zip(todo, ["failed", "done", "done", "done"], strict=True))
 
 
 def test_several_at_once_give_the_same(tmp_path: Path, mini: Path) -> None:

@@ -114,8 +114,15 @@ def at_once(todo: Sequence[Cell], store: Store, stop: Stop, jobs: int) -> Iterat
     try:
         while running or (left and not stop.now()):
             while left and len(running) < jobs and not stop.now():
-                cell = left.pop(0)
-                running[workers.submit(work, cell)] = cell
+                try:
+                    running[workers.submit(work, left[0])] = left[0]
+                except BrokenProcessPool:  # a process died just now: those that run beside it will tell, if there are any
+                    if running:
+                        break
+                    workers.shutdown()
+                    workers = pool()
+                else:
+                    left.pop(0)
             done, _ = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
             if stop.now():
                 flag.set()
