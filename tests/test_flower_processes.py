@@ -78,7 +78,7 @@ class Federation:
         return {**self.environment, MARK: f"{self.tag}/{name}"}
 
     def command(self, *words: str) -> str:
-        done = subprocess.run(words, cwd=self.folder, env=self.env("command"), capture_output=True, text=True, timeout=60)
+        done = subprocess.run(words, cwd=self.folder, env=self.env("command"), capture_output=True, text=True, timeout=180)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

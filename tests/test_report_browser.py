@@ -40,7 +40,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with api.sync_playwright() as play:
-        started = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        started = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS, timeout=180_000)
         yield started
         started.close()
 
@@ -50,6 +50,7 @@ class Opened:
 
     def __init__(self, browser: Any, report: Path, width: int = 1400, scheme: str = "light") -> None:
         self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        self.context.set_default_timeout(180_000)  # a busy machine is no fault of the page's
         self.page = self.context.new_page()
         self.complaints: list[str] = []
         self.asked: list[str] = []

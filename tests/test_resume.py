@@ -37,7 +37,7 @@ def environment() -> dict[str, str]:
 def command(*arguments: object, limit: Callable[[], None] | None = None) -> subprocess.CompletedProcess[str]:
     """`fedagg` as people run it."""
     line = [sys.executable, "-m", "fedagg", *map(str, arguments)]
-    done = subprocess.run(line, capture_output=True, text=True, env=environment(), timeout=120, preexec_fn=limit)
+    done = subprocess.run(line, capture_output=True, text=True, env=environment(), timeout=300, preexec_fn=limit)
     assert "Traceback" not in done.stderr
     return done
 
@@ -94,7 +94,7 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_way_on(tmp_path: Path) -> None:
     while not (run / "metrics.jsonl").exists() and process.poll() is None:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "Traceback" not in said
     assert f"--resume '{run}'" in said.replace("\n", " ")
