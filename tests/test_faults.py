@@ -17,7 +17,7 @@ import fedagg
 import tiny
 from fedagg import algorithms, checkpoint, federation
 from fedagg import clients as clients_module
-from fedagg.algorithms.fedagg import FedAgg
+from fedagg.algorithms.fedagg import LOSS_JUMP, FedAgg, worse
 from fedagg.cli import show
 from fedagg.clients import Clients, NoClients
 from fedagg.engines import distributed
@@ -317,6 +317,23 @@ def test_fedagg_slows_down_when_training_makes_the_loss_worse(worse: float, used
         later = federation_of(8, Faults(), t=2)
         algorithm.round(later.model, later)
         assert algorithm.figures()["pace"] <= 0.05 * 1.1 + 1e-12  # it grows back slowly
+
+
+def below_zero(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(output, target, reduction="none") - 5.0
+
+
+def test_fedagg_does_not_take_a_loss_under_zero_for_one_that_got_worse() -> None:
+    """A constant has no gradient: the runs are the same, up to the rounding of losses."""
+    settings: dict[str, Any] = {"clients": 10, "participation": 1.0, "rounds": 4, "epochs": 1, "engine": "sequential"}
+    plain, shifted = (fedagg.run(**settings, **more) for more in ({}, {"loss": below_zero}))
+    assert shifted.loss == pytest.approx(plain.loss - 5.0, abs=1e-5)
+    assert shifted.accuracy == pytest.approx(plain.accuracy, abs=1e-3)
+
+
+@pytest.mark.parametrize(("loss", "limit"), [(2.0, 3.0), (-3.0, -2.0), (0.0, 0.0), (float("inf"), float("inf"))])
+def test_a_worse_loss_is_a_greater_one(loss: float, limit: float) -> None:
+    assert worse(loss, LOSS_JUMP) == limit
 
 
 def test_fedagg_takes_back_a_step_after_which_everybody_blows_up_but_not_one_after_which_nobody_answers() -> None:

@@ -176,7 +176,7 @@ class FedAgg(Algorithm):
             self.state["first_loss"] = torch.tensor(loss, dtype=torch.float64)
         else:
             stuck = self.number("gain") <= 0 and loss - usual > math.hypot(wide, self.number("doubt"))
-            if stuck or not loss - doubt(out) <= LOSS_JUMP * usual:
+            if stuck or not loss - doubt(out) <= worse(usual, LOSS_JUMP):
                 return True
             self.state["limit"] = self.state["limit"] * RECOVERY
         self.state["loss"] = torch.tensor((usual + loss) / 2, dtype=torch.float64)
@@ -187,7 +187,7 @@ class FedAgg(Algorithm):
     def unruly(self, out: Outcome) -> bool:
         """Did the clients' own training make the loss worse than where it began? Then the rate is beyond what their losses bear,
         and what they bring back is no use. At a rate of zero both losses are the same, so this cannot go on for ever."""
-        return float(out.loss.mean()) > LOSS_JUMP * (float(out.first.mean()) + doubt(out))
+        return float(out.loss.mean()) > worse(float(out.first.mean()) + doubt(out), LOSS_JUMP)
 
     def slow_down(self) -> None:
         self.state["limit"] = torch.tensor(self.going / 2, dtype=torch.float64)
@@ -196,7 +196,7 @@ class FedAgg(Algorithm):
         """The first steps had no mean field and so no pace of their own. Did they kill the model? Then it is, after a few rounds,
         no better than untrained, and its gradient has faded. One that is no better but has a gradient is on its way: where clients'
         data differ, their average is worse before it gets better."""
-        if self.number("known") != TRIAL_ROUNDS or self.number("loss") <= STILLBORN * self.number("first_loss"):
+        if self.number("known") != TRIAL_ROUNDS or self.number("loss") <= worse(self.number("first_loss"), STILLBORN):
             return False
         return self.number("gradient") < FADED * self.number("first_gradient")
 
@@ -204,7 +204,7 @@ class FedAgg(Algorithm):
         """The share of those that answered who blew up in training: left out, with a training loss to match. A client that was left
         out with a usual loss trained well; its answer was spoilt on the way, and that says nothing about the model."""
         usual = self.number("loss")
-        limit = LOSS_JUMP * usual if usual == usual else math.inf
+        limit = worse(usual, LOSS_JUMP) if usual == usual else math.inf
         blown = [c for c, loss in clients.reported.items() if c in clients.left_out and not loss < limit]
         return len(blown) / max(1, len(clients.reported))
 
@@ -228,6 +228,11 @@ class FedAgg(Algorithm):
     def figures(self) -> dict[str, float]:
         now = {"pace": self.going, "own_share": self.own_share(), "caution": self.caution}
         return now | {"departure": self.departure}
+
+
+def worse(loss: float, times: float) -> float:
+    """So many times as bad a loss. One of the user's own may be negative, and then the worse one is nearer to zero."""
+    return max(times * loss, loss / times)
 
 
 def doubt(out: Outcome) -> float:
