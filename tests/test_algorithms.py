@@ -404,6 +404,18 @@ def test_fedbabu_records_its_two_figures(tmp_path: Path) -> None:
     assert written["accuracy"] == result.accuracy
 
 
+def test_a_client_that_cannot_be_scored_leaves_the_others_their_personal_accuracy() -> None:
+    """The test set has no sample of the second client's class; the first's own class is half of it."""
+    x, y = torch.randn(40, 6, generator=torch.Generator().manual_seed(1)), torch.arange(40) % 4
+    data = fedagg.Dataset(x, y, x[y < 2], y[y < 2], classes=4)
+    parts = [torch.nonzero(y == k).flatten().tolist() for k in (0, 3)]
+    torch.manual_seed(2)
+    module = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+    settings: dict[str, Any] = {"rounds": 1, "epochs": 2, "lr": 0.5, "participation": 1.0, "engine": "sequential", "device": "cpu"}
+    result = fedagg.run(algorithm="fedbabu", data=data, model=module, parts=parts, **settings)
+    assert 0.0 <= result.figures["personal_accuracy"] <= 1.0
+
+
 def test_fedbabu_needs_a_body() -> None:
     with pytest.raises(SettingError, match=r"algorithm = 'fedbabu': needs a model with a body.*choose --model"):
         fedagg.run(algorithm="fedbabu", model="linear", rounds=1)

@@ -46,7 +46,8 @@ class Evaluator:
         return loss, accuracy
 
     def personal(self, model: Model, own: Tensor) -> float:
-        """Accuracy on the test set re-weighted to the label distribution of a client's own samples."""
+        """Accuracy on the test set re-weighted to the label distribution of a client's own samples; not a number where the test set
+        has none of its labels."""
         _, hits = self.samples(model)
         classes = self.setting.classes
         wanted = torch.bincount(self.setting.y[own.to(self.y.device)], minlength=classes).double()

@@ -494,10 +494,12 @@ def recall(saved: Checkpoint, memory: ClientMemory, clients: int) -> None:
 
 def personal_accuracy(engine: engines.Engine, clients: Clients, fit: Work, model: Model, evaluator: Evaluator) -> float:
     """Mean over some clients of the accuracy after fitting the model to each, weighted by the client's own labels; not a
-    number where all drop out."""
+    number where all drop out. A client whose labels are none of the test set's cannot be scored, and is left out."""
     scores = torch.zeros(2, dtype=torch.float64)  # sum and count
     for chunk in engine.run(model, fit, clients.jobs(), None):
         for job, delta, buffers in zip(chunk.jobs, chunk.delta, chunk.buffers, strict=True):
-            scores += torch.tensor([evaluator.personal(Model(model.w + delta, buffers), job.samples), 1.0])
+            score = evaluator.personal(Model(model.w + delta, buffers), job.samples)
+            if not math.isnan(score):
+                scores += torch.tensor([score, 1.0])
     total, count = (scores if clients.team is None else clients.team.sum(scores)).tolist()
     return float(total / count) if count else math.nan
