@@ -353,6 +353,22 @@ def test_fedagg_takes_back_a_step_after_which_everybody_blows_up_but_not_one_aft
             assert torch.equal(value, before[name]) or bool(value.isnan().all())
 
 
+def test_lengths_of_a_round_that_fedagg_takes_back_are_not_usual_ones() -> None:
+    """Else one round in which everybody goes too far would let absurd clients pass for good."""
+    algorithm = started()
+
+    def usual_after(t: int, **script: float) -> float:
+        clients = federation_of(8, Faults(), t=t, engine=Scripted(**script), carried=algorithm.state)
+        algorithm.round(clients.model, clients)
+        return algorithm.number("yardstick")
+
+    usual = usual_after(0)
+    assert usual > 0
+    assert usual_after(1, length=1e3, worse=2.0) == usual  # not used, because the clients' own loss got worse
+    assert usual_after(2, length=1e3) == pytest.approx(1e3 * usual)  # used, and it breaks the model:
+    assert usual_after(3, length=1e5, loss=10.0) == usual
+
+
 def test_fedagg_recovers_from_an_absurd_base_rate_even_among_corrupt_clients() -> None:
     for settings in ({"lr": 300.0}, {"lr": 300.0, "corrupt_rate": 0.1, "dropout_rate": 0.3}):
         result = fedagg.run(rounds=25, clients=20, participation=0.5, engine="sequential", clip=0.0, **settings)

@@ -49,6 +49,7 @@ class FedAgg(Algorithm):
     def reset(self, model: Model, base: float) -> None:
         zero = torch.zeros((), dtype=torch.float64)
         self.state |= {
+            "yardstick": zero.clone(),
             "base": zero + base,  # the rate to begin with
             "w0": model.w,  # where training began
             "buffers0": model.buffers,
@@ -66,7 +67,7 @@ class FedAgg(Algorithm):
             "gradient": zero.clone(),  # the length of the clients' mean gradient
             "first_gradient": zero.clone(),
         }
-        self.keep(model)
+        self.keep(model, zero)
 
     def number(self, name: str) -> float:
         return float(self.state[name])
@@ -110,7 +111,7 @@ class FedAgg(Algorithm):
         )
 
     def round(self, model: Model, clients: Clients) -> Model:
-        self.departure = math.nan
+        self.departure, usual = math.nan, self.state["yardstick"]
         try:
             if self.estimator == "probe":
                 self.learn(clients.train(self.plan(self.state["phi1"], clients)))
@@ -123,9 +124,10 @@ class FedAgg(Algorithm):
             return self.undo()
         if self.stillborn():
             return self.restart()
-        self.keep(model)
+        self.keep(model, usual)
         if self.unruly(out):
             self.slow_down()
+            self.state["yardstick"] = usual
             return model
         self.learn(out)
         nxt = model.moved(out.mean, out.buffers)
@@ -208,15 +210,16 @@ class FedAgg(Algorithm):
         blown = [c for c, loss in clients.reported.items() if c in clients.left_out and not loss < limit]
         return len(blown) / max(1, len(clients.reported))
 
-    def keep(self, model: Model) -> None:
-        """Remember a model that was not broken, with its field and its account of the path."""
-        self.state |= {"good/w": model.w, "good/buffers": model.buffers}
+    def keep(self, model: Model, usual: Tensor) -> None:
+        """Remember a model that was not broken, with its field, its account of the path, and what was a usual length before clients
+        trained on it: in a round that breaks the model, absurd ones may be most."""
+        self.state |= {"good/w": model.w, "good/buffers": model.buffers, "good/yardstick": usual}
         self.state |= {f"good/{name}": self.state[name] for name in KEPT}
 
     def undo(self) -> Model:
         """Back to the last good model, at half the pace."""
         self.slow_down()
-        self.state |= {name: self.state[f"good/{name}"] for name in KEPT}
+        self.state |= {name: self.state[f"good/{name}"] for name in (*KEPT, "yardstick")}
         return Model(self.state["good/w"], self.state["good/buffers"])
 
     def restart(self) -> Model:
