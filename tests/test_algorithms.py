@@ -27,6 +27,7 @@ from fedagg.clients import Clients, Outcome, secant_smoothness
 from fedagg.engines import Work
 from fedagg.errors import SettingError
 from fedagg.flat import Layout, Model
+from fedagg.quantize import Downlink
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -695,7 +696,9 @@ def test_fedagg_begins_again_at_a_quarter_of_the_rate_when_the_first_steps_kille
     method.state["gradient"] = 0.6 * one
     assert not method.stillborn()  # there is something to go by
     method.state |= faded
-    assert torch.equal(method.restart().w, untrained.w)
+    clients = SimpleNamespace(downlink=Downlink(error=torch.ones(1, layout.d)))
+    assert torch.equal(method.restart(clients).w, untrained.w)  # type: ignore[arg-type]
+    assert clients.downlink.error is None
     assert method.reference() == pytest.approx(0.1)
     assert not method.number("known")
 

@@ -25,6 +25,7 @@ from fedagg.engines.base import Chunk, Job, Local, Work
 from fedagg.faults import KINDS, Faults
 from fedagg.flat import Model
 from fedagg.memory import ClientMemory
+from fedagg.quantize import Downlink
 
 D = 21
 
@@ -367,6 +368,17 @@ def test_lengths_of_a_round_that_fedagg_takes_back_are_not_usual_ones() -> None:
     assert usual_after(1, length=1e3, worse=2.0) == usual  # not used, because the clients' own loss got worse
     assert usual_after(2, length=1e3) == pytest.approx(1e3 * usual)  # used, and it breaks the model:
     assert usual_after(3, length=1e5, loss=10.0) == usual
+
+
+def test_what_rounding_kept_back_of_a_broken_field_is_not_sent_after_it() -> None:
+    """It is as long as that field was: added to the good one that takes its place, it would break the model again."""
+    algorithm, downlink = started(), Downlink(bits=2, error=torch.full((1, D), 1e3))
+    calm = federation_of(8, Faults(), downlink=downlink)
+    algorithm.round(calm.model, calm)
+    assert downlink.error is not None
+    blown = federation_of(8, Faults(), t=1, engine=Scripted(loss=float("inf")), downlink=downlink)
+    algorithm.round(blown.model, blown)
+    assert downlink.error is None
 
 
 def test_fedagg_recovers_from_an_absurd_base_rate_even_among_corrupt_clients() -> None:

@@ -118,12 +118,12 @@ class FedAgg(Algorithm):
             out = clients.train(self.plan(self.state["phi1"], clients))
         except NoClients:
             if self.blown_up(clients) > LOST_SHARE:
-                return self.undo()
+                return self.undo(clients)
             raise
         if self.broken(out, clients):
-            return self.undo()
+            return self.undo(clients)
         if self.stillborn():
-            return self.restart()
+            return self.restart(clients)
         self.keep(model, usual)
         if self.unruly(out):
             self.slow_down()
@@ -216,14 +216,16 @@ class FedAgg(Algorithm):
         self.state |= {"good/w": model.w, "good/buffers": model.buffers, "good/yardstick": usual}
         self.state |= {f"good/{name}": self.state[name] for name in KEPT}
 
-    def undo(self) -> Model:
-        """Back to the last good model, at half the pace."""
+    def undo(self, clients: Clients) -> Model:
+        """Back to the last good model, at half the pace. What rounding kept back is of the broken field, and goes with it."""
+        clients.downlink.error = None
         self.slow_down()
         self.state |= {name: self.state[f"good/{name}"] for name in (*KEPT, "yardstick")}
         return Model(self.state["good/w"], self.state["good/buffers"])
 
-    def restart(self) -> Model:
+    def restart(self, clients: Clients) -> Model:
         """Begin again from the untrained model, at a quarter of the rate."""
+        clients.downlink.error = None
         model = Model(self.state["w0"], self.state["buffers0"])
         self.reset(model, self.number("base") / 4)
         return model
