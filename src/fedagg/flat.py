@@ -88,8 +88,7 @@ class Layout:
     def restore(self, vector: Tensor, buffers: dict[str, Tensor]) -> None:
         """Write a vector (b,) into a module's buffers."""
         for name, value in self.statistics(vector):
-            here = buffers[name]
-            value = value.to(here.device) if here.is_floating_point() else value.to(here.device).round()
+            here, value = buffers[name], value.to(buffers[name].device)
             here.copy_(torch.where(here.float() == value.float(), here, value))
 
 
