@@ -18,7 +18,7 @@ from fedagg import seeding
 from fedagg.engines.augment import draw
 from fedagg.engines.graph import Node
 from fedagg.errors import SettingError
-from fedagg.flat import Layout, Model
+from fedagg.flat import Layout, Model, Workspace
 from fedagg.meanfield import bound_rates
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -201,10 +201,25 @@ class Stepper:
         return (self.m / (1 - b1**count)) / ((self.v / (1 - b2**count)).sqrt() + self.local.eps)
 
 
-def class_sums(head: str, features: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """Sums of what the head is given by class, (classes, features), and how many there were, (classes,)."""
+def class_sums(features: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    """Sums of features (..., B, features) by class, (..., classes, features), and how many there were, (..., classes), in float64.
+    A label of -1 is of no class."""
+    chosen = (labels[..., None] == torch.arange(classes, device=labels.device)).double()
+    return chosen.mT @ features.double(), chosen.sum(-2)  # a product, because on a GPU a scatter adds in any order
+
+
+@torch.no_grad()
+def class_means(space: Workspace, setting: Setting, head: str, samples: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+    """Per-class means of what the head of the model in `space` is given, (classes, features), and samples per class, (classes,)."""
+    seen: list[Tensor] = []
+    hook = space.module.get_submodule(head).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    space.module.eval()
+    for part in samples.split(batch):
+        space.module(setting.x[part])
+    hook.remove()
+    features = torch.cat(seen)
     if features.dim() != 2:
         words = f"is given {tuple(features.shape[1:])} for a sample and not a row of numbers: name a layer behind the flattening"
         raise SettingError("head", head, words)
-    chosen = nn.functional.one_hot(labels, classes).double()  # a product, because on a GPU a scatter adds in any order
-    return (chosen.T @ features.double()).to(features.dtype), chosen.sum(0).to(features.dtype)
+    sums, counts = (part.to(features.dtype) for part in class_sums(features, setting.y[samples], setting.classes))
+    return sums / counts.clamp_min(1)[:, None], counts

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fedagg import seeding
 from fedagg.engines.augment import augmented
-from fedagg.engines.base import Chunk, Job, Memory, Setting, Stepper, Work, class_sums
+from fedagg.engines.base import Chunk, Job, Memory, Setting, Stepper, Work, class_means, class_sums
 from fedagg.flat import Model, Workspace
 
 
@@ -359,35 +359,26 @@ class Batched:
         """Per-class means of what the head is fed: one forward pass, of all clients or of each."""
         if isinstance(network, Feeding) and network.feeds(head):
             return self.represent_all(head, network, jobs)
-        s, means, counts = self.setting, [], []
+        s, found = self.setting, []
         space = Workspace(s.module, s.layout, s.device)
         # All indices at once: a GPU would be waited for at every client's.
         every = torch.cat([job.samples for job in jobs]).to(s.device).split([len(job.samples) for job in jobs])
         for row, samples in enumerate(every):
             space.load(Model(network.w[row], network.buffers[row]))
-            space.module.eval()
-            seen: list[Tensor] = []
-            hook = space.module.get_submodule(head).register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
-            for part in samples.split(2048):
-                space.module(s.x[part])
-            hook.remove()
-            sums, count = class_sums(head, torch.cat(seen), s.y[samples], s.classes)
-            means.append(sums / count.clamp_min(1)[:, None])
-            counts.append(count)
-        return torch.stack(means), torch.stack(counts)
+            found.append(class_means(space, s, head, samples, batch=2048))
+        means, counts = (torch.stack(rows) for rows in zip(*found, strict=True))
+        return means, counts
 
     def represent_all(self, head: str, network: Feeding, jobs: list[Job]) -> tuple[Tensor, Tensor]:
         s, n = self.setting, len(jobs)
         order = torch.full((n, max(len(job.samples) for job in jobs)), -1)  # padded
         for row, job in zip(order, jobs, strict=True):
             row[: len(job.samples)] = job.samples
-        sums, counts = torch.zeros((), device=s.device), torch.zeros(n, s.classes, dtype=torch.float64, device=s.device)
+        sums = counts = torch.zeros((), device=s.device)
         for part in order.to(s.device).split(s.local.batch_size, 1):
-            at = part.clamp_min(0).reshape(-1)
-            chosen = nn.functional.one_hot(s.y[at], s.classes).view(n, -1, s.classes) * (part >= 0)[..., None]
-            chosen = chosen.double()
-            sums = sums + chosen.transpose(1, 2) @ network.fed(head, s.x[at]).double()
-            counts += chosen.sum(1)
+            at = part.clamp_min(0)
+            more, count = class_sums(network.fed(head, s.x[at.reshape(-1)]), s.y[at].where(part >= 0, -1), s.classes)
+            sums, counts = sums + more, counts + count
         means = sums / counts.clamp_min(1)[..., None]
         return means.to(network.w.dtype), counts.to(network.w.dtype)
 

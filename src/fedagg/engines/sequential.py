@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedagg import seeding
 from fedagg.engines.augment import augmented
-from fedagg.engines.base import Chunk, Job, Memory, Setting, Stepper, Work, class_sums
+from fedagg.engines.base import Chunk, Job, Memory, Setting, Stepper, Work, class_means
 from fedagg.flat import Model, Workspace
 
 
@@ -72,7 +72,9 @@ class Sequential:
         if gradients is not None:
             gradients[job.epochs :] = gradients[job.epochs - 1]  # where a straggler stops, it stays
 
-        means, counts = self.represent(work.represent, job) if work.represent else (None, None)
+        means = counts = None
+        if work.represent:
+            means, counts = class_means(space, s, work.represent, job.samples.to(s.device), batch=512)
         return Chunk(
             jobs=[job],
             delta=(space.w - model.w)[None],
@@ -84,18 +86,6 @@ class Sequential:
             memory=None if own is None else own[None],
             gradients=None if gradients is None else gradients[None],
             path=None if path is None else path[None],
-            classes=means,
-            counts=counts,
+            classes=None if means is None else means[None],
+            counts=None if counts is None else counts[None],
         )
-
-    @torch.no_grad()
-    def represent(self, head: str, job: Job) -> tuple[Tensor, Tensor]:
-        """Per-class means of what the head is fed, by the trained local model on the client's own data."""
-        s, seen = self.setting, []
-        hook = self.space.module.get_submodule(head).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-        self.space.module.eval()
-        for batch in job.samples.to(s.device).split(512):
-            self.space.module(s.x[batch])
-        hook.remove()
-        sums, counts = class_sums(head, torch.cat(seen), s.y[job.samples.to(s.device)], s.classes)
-        return (sums / counts.clamp_min(1)[:, None])[None], counts[None]
