@@ -1,10 +1,9 @@
 """All clients of a round at once: their weights are the rows of one matrix, and a step moves every row.
 
 The engine keeps the schedule (who makes which step on which samples), the update and the bookkeeping; a network form (`stacked`,
-`vmapped`) turns rows of weights into rows of gradients. Clients with fewer samples or epochs stand still while others go on:
-their rate
-is zero and their samples weigh nothing. On CUDA the step is captured once as a graph that reads its batch through a cursor on the
-device, and a round is nothing but replays.
+`vmapped`) turns rows of weights into rows of gradients. Clients with fewer samples or epochs stand still while others go on: their
+rate is zero and their samples weigh nothing. On CUDA the step is captured once as a graph that reads its batch through a cursor on
+the device, and a round is nothing but replays.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class Stage:
         self.scale = torch.zeros(self.capacity, n, batch, device=device)
         self.drawn = torch.zeros_like(self.order) if self.setting.local.augment != "none" else None
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
-        self.x = self.setting.x[: n * batch].new_empty(n * batch, *self.setting.x.shape[1:])
+        self.x = self.setting.x.new_empty(n * batch, *self.setting.x.shape[1:])
         self.rate = torch.zeros(n, 1, device=device)
         self.loss = torch.zeros(n, device=device)
         self.own, self.prox = torch.ones((), device=device), torch.zeros((), device=device)
@@ -101,12 +100,26 @@ class Stage:
         follows = self.plain and not (self.shape.prox or self.shape.mask or self.shape.trace)
         self.descending = self.network if follows and isinstance(self.network, Descending) and self.network.linear else None
 
-    def reset(self) -> None:
-        self.cursor.zero_()
-        self.loss.zero_()
-        for state in (self.mean, self.stepper.m, self.stepper.v, self.stepper.count):
+    def begin(self, model: Model, work: Work, own: Tensor | None, schedule: Callable[[Callable[[Job], Tensor]], Tensor]) -> None:
+        """Every client at the model, before the first step of the work; `own` is what they remember, `schedule` is `by_step`."""
+        for state in (self.cursor, self.loss, self.mean, self.stepper.m, self.stepper.v, self.stepper.count):
             if state is not None:
                 state.zero_()
+        for room, what in (
+            (self.order, Job.order),
+            (self.scale, lambda job: shares(len(job.samples), self.shape.batch)),
+            (self.drawn, lambda job: job.drawn(self.setting.local.augment)),
+        ):
+            if room is not None:
+                steps = schedule(what)
+                room[: len(steps)].copy_(steps)
+        self.own.fill_(work.own)
+        self.prox.fill_(work.prox)
+        self.network.w.copy_(model.w.expand(self.shape.n, -1))
+        self.network.buffers.copy_(model.buffers.expand(self.shape.n, -1))
+        for term, given in ((self.start, model.w if work.prox else None), (self.memory, own), (self.mask, work.mask)):
+            if term is not None and given is not None:
+                term.copy_(given)
 
     @torch.no_grad()
     def step(self, width: int | None = None) -> None:
@@ -253,29 +266,13 @@ class Batched:
         tail = max(sizes) - (per_epoch - 1) * batch
         epochs = max(job.epochs for job in jobs)
         schedule = functools.partial(by_step, jobs, batch, per_epoch, epochs)
-        order, scale = schedule(Job.order), schedule(lambda job: shares(len(job.samples), batch))
-        stage = self.stage(work, n, batch, len(order))
+        stage = self.stage(work, n, batch, epochs * per_epoch)
         network = stage.network
         # With batch statistics the short last batch is a shape of its own; all clients of the group share it.
         short = self.stage(work, n, tail, epochs) if self.whole and tail < batch else None
 
-        stage.reset()
-        stage.order[: len(order)].copy_(order)
-        stage.scale[: len(order)].copy_(scale)
-        if stage.drawn is not None:
-            stage.drawn[: len(order)].copy_(schedule(lambda job: job.drawn(local.augment)))
-        stage.own.fill_(work.own)
-        stage.prox.fill_(work.prox)
-        if work.prox:
-            stage.start.copy_(model.w)
-        network.w.copy_(model.w.expand(n, -1))
-        network.buffers.copy_(model.buffers.expand(n, -1))
-        own = None
-        if work.memory and memory is not None and stage.memory is not None:
-            own = memory.read([job.client for job in jobs]).to(device)
-            stage.memory.copy_(own)
-        if stage.mask is not None and work.mask is not None:
-            stage.mask.copy_(work.mask)
+        own = memory.read([job.client for job in jobs]).to(device) if work.memory and memory is not None else None
+        stage.begin(model, work, own, schedule)
         high = work.high[[job.position for job in jobs]].to(device) if isinstance(work.high, Tensor) else work.high
 
         made = torch.tensor([job.epochs for job in jobs], device=device)
