@@ -1,9 +1,9 @@
 """Convolution, pooling and the local step of n clients at once on a GPU, on the kernels of `fedagg.engines.kernels`.
 
 Libraries run n clients' convolutions as a grouped convolution or one after the other; neither fills a large GPU with the small
-images
-of federated learning. Here a client is one more axis of the grid, and the patches of an image are gathered on the fly (implicit
-matrix product), so no patch is ever written to memory. Sums are made in a fixed order: the same inputs give the same bits.
+images of federated learning. Here a client is one more axis of the grid, and the patches of an image are gathered on the fly
+(implicit matrix product), so no patch is written to memory; at most, for the gradient of k×k filters, k shifted copies of an image.
+Sums are made in a fixed order: the same inputs give the same bits.
 """
 
 from __future__ import annotations

@@ -43,12 +43,13 @@ class Flatten:
         self.n = n
 
     def forward(self, x: Tensor) -> Tensor:
-        self.shape, self.format, self.dtype = x.shape, channels_last(x), x.dtype
+        self.shape, self.dtype = x.shape, x.dtype
+        self.images = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
         return x.reshape(self.n, x.shape[0] // self.n, -1)
 
     def backward(self, dy: Tensor, need: bool) -> Tensor:
         dx = dy.reshape(self.shape).to(self.dtype)
-        return dx.contiguous(memory_format=torch.channels_last) if self.format and need else dx
+        return packed(dx) if self.images and need else dx
 
 
 class Linear:
@@ -191,6 +192,7 @@ class Concatenate:
 
 
 def packed(x: Tensor) -> Tensor:
+    """x (N, C, H, W) in channels-last memory, copied where it is not."""
     return x.contiguous(memory_format=torch.channels_last)
 
 
@@ -203,7 +205,7 @@ class MeanPool:
 
     def backward(self, dy: Tensor, need: bool) -> Tensor:
         area = self.shape[2] * self.shape[3]
-        return (dy / area).expand(self.shape).contiguous(memory_format=torch.channels_last) if need else dy
+        return packed((dy / area).expand(self.shape)) if need else dy
 
 
 class BatchNorm:
@@ -222,7 +224,7 @@ class BatchNorm:
 
     def forward(self, x: Tensor) -> Tensor:
         n, channels = self.w.shape
-        x = x.contiguous(memory_format=torch.channels_last)
+        x = packed(x)
         if not self.training:
             _, _, p, q = self.settled().view(4, n, 1, channels, 1, 1)
             return torch.addcmul(q, x.view(n, -1, *x.shape[1:]), p).view(x.shape)
@@ -257,7 +259,7 @@ class BatchNorm:
 
     def backward(self, dy: Tensor, need: bool) -> Tensor:
         n, channels = self.w.shape
-        dy = dy.contiguous(memory_format=torch.channels_last)
+        dy = packed(dy)
         if self.alone:
             dx, self.dw[0], self.db[0] = aten.native_batch_norm_backward(
                 dy, self.x, self.w[0], self.mean[0], self.var[0], self.centre, self.scale, True, self.eps, [need, True, True]
@@ -291,10 +293,6 @@ class Dropout:
 
     def backward(self, dy: Tensor, need: bool) -> Tensor:
         return dy * self.keep if need else dy
-
-
-def channels_last(x: Tensor) -> bool:
-    return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 
 def supported(setting: Setting) -> bool:
