@@ -18,9 +18,8 @@ from fedagg.meanfield import MeanField
 from fedagg.memory import ClientMemory
 from fedagg.quantize import Downlink
 
-# What a client brings home beside vectors, in the order in which processes exchange it; WIDE ones have a row a client.
+# What a client brings home beside vectors, in the order in which processes exchange it.
 NUMBERS = ("size", "norm2", "along", "travel", "steps", "loss", "first", "rates", "beta", "classes", "counts", "length", "fit")
-WIDE = ("along", "rates", "classes", "counts")
 
 
 class NoClients(Exception):
@@ -207,14 +206,14 @@ class Gathered:
         self.mine = [place[job.position] for job in self.jobs]
         rows = {key: torch.cat([row[key] for row in self.rows]) for key in (self.rows[0] if self.rows else ())}
         rows |= {"length": torch.tensor(self.lengths, dtype=torch.float64), "fit": torch.tensor(self.fits, dtype=torch.float64)}
-        shapes = torch.zeros(len(NUMBERS), 3, dtype=torch.int64)
+        shapes = torch.zeros(len(NUMBERS), 3, dtype=torch.int64)  # axes, and the lengths of those behind the client's
         for at, key in enumerate(NUMBERS):
             if key in rows:
-                shapes[at] = torch.tensor([1, *rows[key].shape[1:], *([0] * (3 - rows[key].dim()))])
+                shapes[at] = torch.tensor([rows[key].dim(), *rows[key].shape[1:], *([0] * (3 - rows[key].dim()))])
         every: dict[str, Tensor] = {}
-        for key, (there, *shape) in zip(NUMBERS, self.team.most(shapes).tolist(), strict=True):
-            if there:
-                wide = torch.zeros(len(jobs), *shape[: 1 + (key == "classes") if key in WIDE else 0], dtype=torch.float64)
+        for key, (axes, *lengths) in zip(NUMBERS, self.team.most(shapes).tolist(), strict=True):
+            if axes:
+                wide = torch.zeros(len(jobs), *lengths[: axes - 1], dtype=torch.float64)
                 if self.mine:
                     wide[self.mine] = rows[key].double()
                 every[key] = self.team.sum(wide)
