@@ -78,8 +78,8 @@ def leave(status: int) -> NoReturn:
 class Distributed:
     """This process's share of the clients, dealt by work: the longest to whoever has least to do."""
 
-    def __init__(self, setting: Setting, inner: Callable[[Setting], Engine], team: Team | None = None) -> None:
-        self.team = team or Team(setting.device)
+    def __init__(self, setting: Setting, inner: Callable[[Setting], Engine]) -> None:
+        self.team = Team(setting.device)
         self.inner = inner(setting)
         self.note = f"{self.team.size} processes, each: {self.inner.note}"
 
