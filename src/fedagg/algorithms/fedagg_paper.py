@@ -74,7 +74,7 @@ class FedAggPaper(Algorithm):
         assert out.field is not None
         field = out.field
         for _ in range(self.passes - 1):
-            out = clients.train(replace(self.plan(field, out, clients), trace=True))
+            out = clients.train(replace(self.plan(field, self.smoothness(out, clients), clients), trace=True))
             assert out.field is not None
             self.epsilon = field.gap(out.field)
             field = out.field
@@ -88,9 +88,8 @@ class FedAggPaper(Algorithm):
         known = {client: beta for client, beta in zip(out.clients, out.beta.tolist(), strict=True) if beta > 0}
         return by_participant(known, clients)
 
-    def plan(self, field: MeanField, out: Outcome | Tensor, clients: Clients) -> Work:
-        """Theorem 1 around these mean-field terms, and the direction of the step."""
-        beta = out if isinstance(out, Tensor) else self.smoothness(out, clients)
+    def plan(self, field: MeanField, beta: Tensor, clients: Clients) -> Work:
+        """Theorem 1 around these mean-field terms, with β_i by participant, and the direction of the step."""
         high = (self.cap / beta.clamp_min(1e-12)).clamp(max=0.999)
         rate, slope = field.rates(self.alpha)
         own = {"local": 1.0, "mixed": 0.5, "aggregated": 0.0}[self.direction]
@@ -113,7 +112,7 @@ class FedAggPaper(Algorithm):
             work = self.remembered(clients)
         else:
             out, field = self.estimate(clients)
-            work = self.plan(field, out, clients)
+            work = self.plan(field, self.smoothness(out, clients), clients)
         out = clients.train(work)
         if out.sent is not None:
             gram = (out.sent.double() @ out.sent.double().T).cpu()
@@ -128,8 +127,8 @@ class FedAggPaper(Algorithm):
 
     def charge(self, clients: Clients) -> None:
         """What the rehearsal of this round cost is part of what the round cost."""
-        passes, samples, up, down, *epsilon = self.state["rehearsed_account"][clients.t].tolist()
-        self.epsilon = (epsilon[0], epsilon[1])
+        passes, samples, up, down, epsilon1, epsilon2 = self.state["rehearsed_account"][clients.t].tolist()
+        self.epsilon = (epsilon1, epsilon2)
         clients.passes += int(passes)
         clients.samples_seen += int(samples)
         clients.bytes_up += int(up)
