@@ -137,15 +137,14 @@ class FedAgg(Algorithm):
     def learn(self, out: Outcome) -> None:
         """The mean field and the agreement from what the clients did: their displacement over rate and steps is their mean step,
         λ ḡ_i + (1-λ) φ1, so nothing but the update has to be sent."""
-        own, phi1 = (self.own_share() if self.number("known") else 1.0), self.state["phi1"] if out.sent is None else out.sent[0]
+        own, phi1 = self.own_share(), self.state["phi1"] if out.sent is None else out.sent[0]
         fresh = -out.velocity
         gradient = (fresh - (1.0 - own) * phi1) / own
-        phi2 = float(phi1.double().square().sum())
+        norm2 = float(phi1.double().square().sum())  # |φ1|²
         along = out.along[:, 0] if out.along.shape[1] else torch.zeros_like(out.travel)
-        self.departure = math.nan
         if self.number("known"):
-            self.departure = meanfield.departure(out.norm2, along[:, None], torch.tensor([[phi2]]).double(), out.travel[:, None])
-        own2 = out.norm2 / out.travel**2 + 2 * (1 - own) * along / out.travel + (1 - own) ** 2 * phi2
+            self.departure = meanfield.departure(out.norm2, along[:, None], torch.tensor([[norm2]]).double(), out.travel[:, None])
+        own2 = out.norm2 / out.travel**2 + 2 * (1 - own) * along / out.travel + (1 - own) ** 2 * norm2
         length2 = float(gradient.double().square().sum())
         self.state["gradient"] = torch.tensor(math.sqrt(length2), dtype=torch.float64)
         if not self.number("known"):
@@ -206,7 +205,7 @@ class FedAgg(Algorithm):
         """The share of those that answered who blew up in training: left out, with a training loss to match. A client that was left
         out with a usual loss trained well; its answer was spoilt on the way, and that says nothing about the model."""
         usual = self.number("loss")
-        limit = worse(usual, LOSS_JUMP) if usual == usual else math.inf
+        limit = math.inf if math.isnan(usual) else worse(usual, LOSS_JUMP)
         blown = [c for c, loss in clients.reported.items() if c in clients.left_out and not loss < limit]
         return len(blown) / max(1, len(clients.reported))
 
@@ -231,8 +230,7 @@ class FedAgg(Algorithm):
         return model
 
     def figures(self) -> dict[str, float]:
-        now = {"pace": self.going, "own_share": self.own_share(), "caution": self.caution}
-        return now | {"departure": self.departure}
+        return {"pace": self.going, "own_share": self.own_share(), "caution": self.caution, "departure": self.departure}
 
 
 def worse(loss: float, times: float) -> float:
