@@ -16,7 +16,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
@@ -117,19 +116,6 @@ def forget(folder: Path, keep: list[Path]) -> None:
 
 def seal(facts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def prefixed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{prefix}/{name}": tensor for name, tensor in tensors.items()}
-
-
-def under(prefix: str, tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Back from `prefixed`, onto the device. Numbers kept in double precision stay on the CPU, where they are used."""
-    return {
-        name.removeprefix(f"{prefix}/"): tensor if tensor.dtype == torch.float64 else tensor.to(device)
-        for name, tensor in tensors.items()
-        if name.startswith(f"{prefix}/")
-    }
 
 
 def same_form(now: dict[str, Tensor], before: dict[str, Tensor]) -> None:

@@ -460,17 +460,20 @@ def fingerprint(config: Config, data: Dataset, parts: Sequence[Any], module: nn.
 
 def freeze(done: int, now: Model, average: Tensor, algorithm: algorithms.Algorithm, downlink: Downlink) -> Checkpoint:
     """All that the server carries into the next round. Nothing is copied: rounds make new tensors and change none."""
-    tensors = {"w": now.w, "buffers": now.buffers, "average": average} | checkpoint.prefixed("state", algorithm.state)
+    tensors = {"w": now.w, "buffers": now.buffers, "average": average}
+    tensors |= {f"state/{name}": tensor for name, tensor in algorithm.state.items()}
     if downlink.error is not None:
         tensors["downlink"] = downlink.error
     return Checkpoint(done, tensors, {})
 
 
 def revive(saved: Checkpoint, algorithm: algorithms.Algorithm, downlink: Downlink, device: torch.device) -> tuple[Model, Tensor]:
-    """Back from `freeze`."""
+    """Back from `freeze`, onto the device. Numbers of the state in double precision stay on the CPU, where they are used."""
     t = saved.tensors
     downlink.error = t.get("downlink")
-    algorithm.state |= checkpoint.under("state", t, device)
+    for name, tensor in t.items():
+        if name.startswith("state/"):
+            algorithm.state[name.removeprefix("state/")] = tensor if tensor.dtype == torch.float64 else tensor.to(device)
     return Model(t["w"].to(device), t["buffers"].to(device)), t["average"].to(device)
 
 
