@@ -257,7 +257,7 @@ def run(
                 except NoClients:
                     unchanged = True
                     algorithm.state |= known  # what an earlier pass of the round taught, too, is as it was
-                average = average + min(1.0, 9.0 / (t + 9.0)) * (now.w - average)
+                average = averaged(average, now, t)
                 row = describe(t, clients, algorithm, unchanged)
                 if not follows and ((t + 1) % config.eval_every == 0 or t + 1 == config.rounds):
                     row["loss"], row["accuracy"] = evaluator(shown())
@@ -493,6 +493,11 @@ def recall(saved: Checkpoint, memory: ClientMemory, clients: int) -> None:
             raise FedaggError(f"checkpoint: what its clients remember is not {memory.d} numbers for some of {clients} clients")
         for client, row in zip(ids.tolist(), rows, strict=True):
             memory.write(int(client), row)
+
+
+def averaged(average: Tensor, now: Model, t: int) -> Tensor:
+    """The running average of the global models with that of round t: later ones weigh more (Shamir, Zhang 2013, with η = 8)."""
+    return average + 9.0 / (t + 9.0) * (now.w - average)
 
 
 def personal_accuracy(engine: engines.Engine, clients: Clients, fit: Work, model: Model, evaluator: Evaluator) -> float:

@@ -31,7 +31,7 @@ from fedagg.clients import Clients, NoClients
 from fedagg.config import Config
 from fedagg.engines.base import Chunk, Job, Memory, Work
 from fedagg.errors import FedaggError, SettingError
-from fedagg.federation import client_options, describe, describe_clients, freeze, revive
+from fedagg.federation import averaged, client_options, describe, describe_clients, freeze, revive
 from fedagg.flat import Layout, Model
 from fedagg.flower import messages
 from fedagg.flower.conversation import Conversation
@@ -255,7 +255,7 @@ class FedAggStrategy(Strategy):
         assert self.turn is not None
         turn = self.turn
         now = messages.read_model(arrays, self.layout)
-        self.average = self.average + min(1.0, 9.0 / (turn.t + 9.0)) * (now.w - self.average)
+        self.average = averaged(self.average, now, turn.t)
         due = (turn.t + 1) % self.config.eval_every == 0 or turn.t + 1 == self.config.rounds
         if not due:
             return []
