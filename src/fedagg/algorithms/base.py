@@ -79,9 +79,14 @@ def register(name: str) -> Callable[[A], A]:
     return enter
 
 
-def build(name: str, options: dict[str, Any]) -> Algorithm:
-    """An algorithm from its name and the options it knows; those left at None keep the method's own default."""
+def options(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Of these settings, the options of an algorithm; those left at None keep the method's own default."""
     if name not in REGISTRY:
         raise unknown("algorithm", name, REGISTRY)
     known = {f.name for f in fields(REGISTRY[name]) if f.init}
-    return REGISTRY[name](**{k: v for k, v in options.items() if k in known and v is not None})
+    return {k: v for k, v in settings.items() if k in known and v is not None}
+
+
+def build(name: str, settings: dict[str, Any]) -> Algorithm:
+    """An algorithm from its name, with those of the settings that are its options."""
+    return REGISTRY[name](**options(name, settings))

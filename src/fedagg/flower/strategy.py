@@ -11,7 +11,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from logging import INFO, WARNING, getLogger
 from pathlib import Path
@@ -158,8 +158,7 @@ class FedAggStrategy(Strategy):
         self.members = Members(self.layout)
         self.downlink = Downlink(config.downlink_bits, config.seed)
         self.algorithm = algorithms.build(config.method, config.model_dump())
-        known = {f.name for f in fields(self.algorithm) if f.init}
-        self.options = {k: v for k, v in config.model_dump().items() if k in known and v is not None}
+        self.options = algorithms.options(config.method, config.model_dump())
         self.begin = self.now = self.layout.pack(module)
         self.average = self.now.w
         self.algorithm.start(self.now, module, self.layout)
