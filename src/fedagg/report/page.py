@@ -14,6 +14,7 @@ from fedagg.report import charts, tables
 from fedagg.report.content import Content, gather
 
 HERE = Path(__file__).parent
+Part = tuple[str, str, str]  # key, heading, content
 # Says it to the browser too: nothing may be fetched, whatever the data holds.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
 
@@ -31,6 +32,7 @@ def build(content: Content) -> str:
     from plotly.offline import get_plotlyjs
 
     drawn = charts.build(content)
+    found = parts(content, drawn)
     title = f"fedagg: {content.title}"
     return f"""<!doctype html>
 <html lang="en">
@@ -51,10 +53,10 @@ def build(content: Content) -> str:
 <h1>{escape(title)}</h1>
 <p>{len(content.trials)} {"run" if len(content.trials) == 1 else "runs"}, {len(content.groups)}
 {"setting" if len(content.groups) == 1 else "settings"}; made by fedagg {escape(fedagg.__version__)}.</p>
-<nav aria-label="Sections">{links(content, drawn)}</nav>
+<nav aria-label="Sections">{links(found)}</nav>
 </header>
 <main id="main">
-{sections(content, drawn)}
+{sections(found)}
 </main>
 <script type="application/json" id="data">{as_json(drawn)}</script>
 <script>{get_plotlyjs()}</script>
@@ -66,19 +68,19 @@ def build(content: Content) -> str:
 """
 
 
-def links(content: Content, drawn: dict[str, Any]) -> str:
-    return " ".join(f'<a href="#{key}">{escape(head)}</a>' for key, head, _ in parts(content, drawn))
+def links(found: list[Part]) -> str:
+    return " ".join(f'<a href="#{key}">{escape(head)}</a>' for key, head, _ in found)
 
 
-def sections(content: Content, drawn: dict[str, Any]) -> str:
+def sections(found: list[Part]) -> str:
     return "\n".join(
         f'<section id="{key}" aria-labelledby="{key}-head"><h2 id="{key}-head">{escape(head)}</h2>\n{body}\n</section>'
-        for key, head, body in parts(content, drawn)
+        for key, head, body in found
     )
 
 
-def parts(content: Content, drawn: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """The sections that there is something to show for: key, heading, content."""
+def parts(content: Content, drawn: dict[str, Any]) -> list[Part]:
+    """The sections that there is something to show for."""
     found = [("results", "Results", tables.results(content) + "".join(f"<p>{escape(note)}</p>" for note in content.notes))]
     if content.store is not None:
         found += [(name, f"Beside the paper: {title}", body) for name, title, body in tables.beside_paper(content.store)]
