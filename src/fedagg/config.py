@@ -25,6 +25,9 @@ ELSEWHERE = {
     "optimizer": "client_optimizer",
 }
 
+# Settings that say where and how fast a run goes and how often it is looked at, not what comes out of it.
+NO_BEARING = {"device", "engine", "threads", "chunk", "data_dir", "checkpoint_every", "client_memory", "eval_every"}
+
 PRESETS: dict[str, dict[str, Any]] = {
     "mnist-linear": {"dataset": "mnist", "model": "linear", "lr": 0.01, "batch_size": 32, "rounds": 30},
     "mnist-cnn": {"dataset": "mnist", "model": "mnist-cnn", "lr": 0.01, "batch_size": 32, "rounds": 30},

@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from fedagg import config, files
-from fedagg.config import Config
+from fedagg.config import NO_BEARING, Config
 from fedagg.errors import FedaggError, SettingError
 
-# What `task` says or every name has, and what has no bearing on the outcome.
+# What `task` says or every name has.
 TOLD = {
     *("dataset", "model", "partition", "sigma", "shards", "participation", "clients", "rounds", "normalize", "validation"),
     *("seed", "algorithm", "variant"),
 }
-UNTOLD = {"device", "engine", "threads", "chunk", "data_dir", "checkpoint_every", "client_memory", "eval_every"}
 RESULT = ("rounds", "accuracy", "best_accuracy", "loss", "seconds")  # the numbers in result.json
 RATES = ("rate_mean", "rate_min", "rate_max")
 
@@ -113,7 +112,7 @@ def measured(what: str, configs: Iterable[Config]) -> str:
 
 def details(config: Config) -> dict[str, Any]:
     """What the outcome depends on beside task, method and seed."""
-    return config.model_dump(exclude=TOLD | UNTOLD)
+    return config.model_dump(exclude=TOLD | NO_BEARING)
 
 
 def differing(settings: Sequence[dict[str, Any]]) -> list[str]:

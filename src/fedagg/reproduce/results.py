@@ -12,14 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from fedagg import files
-from fedagg.config import Config
+from fedagg.config import NO_BEARING, Config
 from fedagg.errors import FedaggError
 from fedagg.federation import Result
 
-# Settings that say where and how fast a cell runs and how often it is looked at, not what comes out of it.
-NOT_RESULT = {
-    "data_dir", "device", "engine", "threads", "chunk", "client_memory", "checkpoint_every", "eval_every"
-}  # fmt: skip
 COLUMNS = ("accuracy", "loss", "train_loss", "drift", "passes", "samples", "bytes_up", "bytes_down", "seconds")
 
 
@@ -44,7 +40,7 @@ class Measured:
 
 def settings(config: Config) -> dict[str, Any]:
     """The settings that a result depends on."""
-    return {k: v for k, v in config.model_dump(mode="json").items() if k not in NOT_RESULT}
+    return {k: v for k, v in config.model_dump(mode="json").items() if k not in NO_BEARING}
 
 
 def key(config: Config) -> str:
