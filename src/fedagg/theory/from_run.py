@@ -337,6 +337,10 @@ class Reading:
         none = Bound.none(self.obstacle)
         return [none if self.obstacle else formula(t) for t in range(1, len(self.rounds) + 1)]
 
+    def both(self, formula: Callable[[int, bool], Bound]) -> tuple[list[Bound], list[Bound]]:
+        """The same as it is proved, and as it is printed."""
+        return self.about_f(lambda t: formula(t, False)), self.about_f(lambda t: formula(t, True))
+
     def rate(self) -> Statement:
         # Theorem 1 plans epochs, however many steps there are in one; the first epoch's bound covers those after it.
         c = replace(self.constants, L=self.config.epochs)
@@ -357,30 +361,19 @@ class Reading:
     def progress(self) -> Statement:
         c = self.constants
         measured = [after - before for before, after in zip(self.losses, self.losses[1:], strict=False)]
-
-        def claims(printed: bool) -> list[Bound]:
-            return self.about_f(lambda t: bounds.one_round_progress(c, self.norms[t - 1], as_printed=printed))
-
-        rounding = float(self.constants.P or 0.0) * self.blur
-        return Statement("progress", "Proposition 5", "F(w̄⁺) - F(w̄)", measured, claims(False), claims(True), rounding)
+        claims = self.both(lambda t, printed: bounds.one_round_progress(c, self.norms[t - 1], as_printed=printed))
+        return Statement("progress", "Proposition 5", "F(w̄⁺) - F(w̄)", measured, *claims, float(c.P or 0.0) * self.blur)
 
     def loss(self) -> Statement:
-        gaps = [value - self.best for value in self.losses]
-
-        def claims(printed: bool) -> list[Bound]:
-            return self.about_f(lambda t: bounds.convergence_rate(self.constants, t, gaps[0], as_printed=printed))
-
-        rounding = float(self.constants.P or 0.0) * self.blur
-        return Statement("loss", "Theorem 4", "F(w̄) - F*", gaps[1:], claims(False), claims(True), rounding)
+        c, gaps = self.constants, [value - self.best for value in self.losses]
+        claims = self.both(lambda t, printed: bounds.convergence_rate(c, t, gaps[0], as_printed=printed))
+        return Statement("loss", "Theorem 4", "F(w̄) - F*", gaps[1:], *claims, float(c.P or 0.0) * self.blur)
 
     def gradient(self) -> Statement:
         squares, gap = [norm * norm for norm in self.norms], self.losses[0] - self.best
         means = [sum(squares[:t]) / t for t in range(1, len(squares))]
-
-        def claims(printed: bool) -> list[Bound]:
-            return self.about_f(lambda t: bounds.convergence_error(self.constants, t, gap, as_printed=printed))
-
-        return Statement("gradient", "Theorem 5", "mean |∇F(w̄)|²", means, claims(False), claims(True))
+        claims = self.both(lambda t, printed: bounds.convergence_error(self.constants, t, gap, as_printed=printed))
+        return Statement("gradient", "Theorem 5", "mean |∇F(w̄)|²", means, *claims)
 
     def distance(self) -> list[Statement]:
         solution, count = self.solution, len(self.rounds)
@@ -393,15 +386,12 @@ class Reading:
         curved = replace(self.constants, psi=strong.value)
         rounding = 2.0 * math.sqrt(max(self.distances)) * self.blur
         c = self.constants
-        convex, printed = (
-            self.about_f(lambda t, p=p: bounds.optimality_gap_convex(c, t, first, as_printed=p))  # type: ignore[misc]
-            for p in (False, True)
-        )
+        convex = self.both(lambda t, printed: bounds.optimality_gap_convex(c, t, first, as_printed=printed))
         contraction = self.about_f(lambda t: bounds.optimality_gap_contraction(curved, t, first))
         wandering = self.about_f(lambda t: bounds.optimality_gap_nonconvex(c, t, first))
         what = "|w̄ - w*|²"
         return [
-            Statement("distance", "Theorem 3, convex", what, measured, convex, printed, rounding),
+            Statement("distance", "Theorem 3, convex", what, measured, *convex, rounding),
             Statement("contraction", "Theorem 3, sharper", what, measured, contraction, [], rounding),
             Statement("wandering", "Theorem 3, any loss", what, measured, wandering, [], rounding),
         ]
