@@ -11,14 +11,13 @@ import io
 import math
 import os
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
+from fedagg import files
 from fedagg.errors import DataError
 
 _UBYTE = 0x08
@@ -57,19 +56,7 @@ def write_idx(path: str | os.PathLike[str], array: npt.NDArray[np.uint8]) -> Non
         with gzip.GzipFile(filename="", fileobj=packed, mode="wb", compresslevel=9, mtime=0) as stream:
             stream.write(content)
         content = packed.getvalue()
-    with aside(path) as part:
-        part.write_bytes(content)
-
-
-@contextmanager
-def aside(path: Path) -> Iterator[Path]:
-    """A name next to `path` to write to; moved into place at the end, so no one ever meets half a file."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        yield part
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    files.write(path, content)
 
 
 def _read(stream: BinaryIO | gzip.GzipFile, path: Path, most: int) -> npt.NDArray[np.uint8]:
