@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def derive(seed: int, *purpose: object) -> int:
-    """A 63-bit seed for one purpose, e.g. ``derive(seed, "order", round, client)``."""
+    """A 63-bit seed for one purpose, e.g. ``derive(seed, "client", t, passes, client)``."""
     digest = hashlib.blake2b(repr((seed, *purpose)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

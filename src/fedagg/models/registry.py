@@ -63,22 +63,14 @@ def build(
 ) -> nn.Module:
     """Build a model on the CPU, its initial weights a function of `seed` alone.
 
-    Parameters
-    ----------
-    name
-        One of `names()`.
-    shape
-        Shape of one sample, e.g. `(1, 28, 28)`: any number of channels, 28×28 or 32×32 pixels.
-        `linear` takes any shape.
-    classes
-        Number of outputs.
-    norm
-        "batch", "group" or, for alexnet and vgg11, "none". None is the architecture's default.
-        Ignored by architectures without normalisation.
-    dropout
-        Probability of dropping a unit, for cifar10-cnn and alexnet. None is the architecture's default, 0.5.
-    seed
-        Seed of the initial weights. No random state outside this call is read or changed.
+    Args:
+        name: one of `names()`.
+        shape: of one sample, e.g. `(1, 28, 28)`: any number of channels, 28×28 or 32×32 pixels; `linear` takes any shape.
+        classes: number of outputs.
+        norm: "batch", "group" or, for alexnet and vgg11, "none". None is the architecture's default. Ignored by architectures
+            without normalisation.
+        dropout: probability of dropping a unit, for cifar10-cnn and alexnet. None is the architecture's default, 0.5.
+        seed: of the initial weights. No random state outside this call is read or changed.
     """
     if name not in ARCHITECTURES:
         raise unknown("model", name, ARCHITECTURES)
