@@ -42,7 +42,7 @@ def with_settings(function: Callable[..., Any], *, leave_out: tuple[str, ...] = 
     own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
     taken = {p.name for p in own} | set(leave_out)
     made = [preset(), *(option(name) for name in Config.model_fields if name not in taken)]
-    parameters = [*own, *(p for p in made if p.name not in taken)]
+    parameters = [*own, *made]
     function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     function.__annotations__ = {p.name: p.annotation for p in parameters}
     return function
