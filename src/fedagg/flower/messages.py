@@ -302,15 +302,3 @@ def one(records: Any) -> Any:
     if len(records) != 1:
         raise BadAnswer("sent an incomplete answer")
     return next(iter(records.values()))
-
-
-def payload(content: RecordDict) -> int:
-    """Bytes of the numbers in a message, as `fedagg.wire` counts them: without names, text and framing."""
-    total = sum(array.numpy().nbytes for record in content.array_records.values() for array in record.values())
-    for records in (content.config_records, content.metric_records):
-        for value in (value for record in records.values() for value in record.values()):
-            for item in value if isinstance(value, list) else [value]:
-                total += (
-                    len(item) if isinstance(item, bytes) else 0 if isinstance(item, str) else 1 if isinstance(item, bool) else 8
-                )
-    return total
