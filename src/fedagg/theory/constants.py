@@ -130,25 +130,24 @@ class SoftmaxSolution:
         Curvature falls at most by $e^{-Rt}$ over a distance t, and no better: softmax regression without
         regularisation is strongly convex on no unbounded set. On the identifiable subspace.
         """
-        found = self._scaled(distance, lambda x: math.exp(-x))
-        return found if found.value is None else Bound.of(max(self.l2, found.value))
+        return self._scaled(distance, lambda x: math.exp(-x))
 
     def quadratic_growth(self, distance: float) -> Bound:
         r"""ψ of Assumption 3 as printed, on the same ball: $\lambda_{\min}\,2(e^{-x} - 1 + x)/x^2$ with x = R·distance.
 
         Quadratic growth is weaker than strong convexity and fades like 1/x only: enough for `optimality_gap_convex`.
         """
-        found = self._scaled(distance, lambda x: 2.0 * (math.expm1(-x) + x) / (x * x) if x > 1e-4 else 1.0 - x / 3.0)
-        return found if found.value is None else Bound.of(max(self.l2, found.value))
+        return self._scaled(distance, lambda x: 2.0 * (math.expm1(-x) + x) / (x * x) if x > 1e-4 else 1.0 - x / 3.0)
 
     def _scaled(self, distance: float, share: Callable[[float], float]) -> Bound:
+        """That share of the curvature at w*, and no less than l2, which holds everywhere."""
         if self.radius is None:
             return Bound.none(self.reason)
         if self.curvature is None:
             return Bound.of(self.l2)
         # `curvature` was measured up to `radius` away from w*, and falls by e^-R·radius at most on the way.
         at_best = self.curvature * math.exp(-self.self_concordance * self.radius)
-        return Bound.of(at_best * share(self.self_concordance * distance))
+        return Bound.of(max(at_best * share(self.self_concordance * distance), self.l2))
 
 
 def solve_softmax(
