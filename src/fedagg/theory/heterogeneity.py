@@ -17,6 +17,7 @@ A client without samples has no distribution: its distances are nan, and means l
 from __future__ import annotations
 
 import csv
+import io
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,13 +27,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from scipy.spatial.distance import jensenshannon
 from scipy.stats import wasserstein_distance
 
+from fedagg import files, plots
 from fedagg.errors import DataError
 from fedagg.partition import dirichlet
 
@@ -203,7 +204,7 @@ def plot_counts(path: str | os.PathLike[str], counts: Counts, title: str = "Samp
     bar.set_label("samples (root scale)", fontsize=12)
     for axes in (sizes, heat, bar.ax):
         axes.tick_params(labelsize=11)
-    _save(figure, Path(path))
+    plots.save(figure, Path(path))
 
 
 def plot_over_sigma(
@@ -230,7 +231,7 @@ def plot_over_sigma(
         axes.tick_params(labelsize=12)
         axes.grid(axis="y", alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    _save(figure, Path(path))
+    plots.save(figure, Path(path))
 
 
 def _plain(value: float) -> str:
@@ -241,17 +242,8 @@ def _plain(value: float) -> str:
 
 
 def _write_csv(path: Path, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Written aside and moved into place, so that nobody ever reads half a file."""
-    aside = path.with_name(f"{path.name}.part")
-    with aside.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(header)
-        writer.writerows(rows)
-    os.replace(aside, path)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    aside = path.with_name(f"{path.name}.part")
-    FigureCanvasAgg(figure)
-    figure.savefig(aside, format="png", dpi=150)
-    os.replace(aside, path)
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(header)
+    writer.writerows(rows)
+    files.write(path, text.getvalue())
