@@ -20,11 +20,13 @@ from torch.nn import functional
 
 import fedagg
 import tiny
-from fedagg import algorithms, models, seeding
+from fedagg import algorithms, engines, models, seeding
 from fedagg.algorithms.fedagg import FedAgg, student
 from fedagg.algorithms.fedgh import FedGH
 from fedagg.clients import Clients, Outcome, secant_smoothness
+from fedagg.config import Config
 from fedagg.engines import Work
+from fedagg.engines.base import Job, Local, Setting
 from fedagg.errors import SettingError
 from fedagg.flat import Layout, Model
 from fedagg.quantize import Downlink
@@ -829,3 +831,31 @@ def test_how_long_a_rehearsal_is_makes_no_difference_to_the_rounds_before_its_en
 def test_clients_that_follow_the_field_they_were_sent_do_not_depart_from_it(bits: int) -> None:
     result = tiny.job(variant="paper", direction="aggregated", batch_size=100, downlink_bits=bits, lr=0.01, rounds=2)
     assert all(row["departure"] < 1e-2 for row in result.history)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("engine", tiny.ENGINES)
+def test_momentum_is_not_taken_for_gradient(momentum: float, engine: str) -> None:
+    """Where the gradient is the same everywhere, a displacement over its travel is it, for every number of steps and epochs."""
+
+    def linear(output: Tensor, target: Tensor) -> Tensor:
+        return (output * torch.tensor([1.0, -2.0, 3.0])).sum(-1)
+
+    x, y = torch.ones(30, 2), torch.arange(30) % 3
+    local = Local(epochs=3, batch_size=4, momentum=momentum)
+    setting = Setting(nn.Linear(2, 3, bias=False), x, y, 3, local, torch.device("cpu"), linear)
+    jobs = [Job(0, torch.arange(9), 3, 1), Job(1, torch.arange(9, 27), 2, 2, 1), Job(2, torch.arange(27, 28), 1, 3, 2)]
+    work = Work(rate=torch.tensor([0.1, 0.03, 0.2]))
+    gradient = torch.tensor([1.0, 1.0, -2.0, -2.0, 3.0, 3.0])
+    model = setting.layout.pack(setting.module)
+    for chunk in engines.build(engine, setting, Config(model="custom")).run(model, work, jobs, None):
+        torch.testing.assert_close(-chunk.delta / chunk.travel[:, None], gradient.expand_as(chunk.delta), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", ["scaffold", "fedcm", "fedagg"])
+def test_methods_that_read_gradients_off_displacements_train_with_momentum(algorithm: str) -> None:
+    """A direction that came back ten times as long in every round would run away."""
+    settings: dict[str, Any] = {"clients": 10, "participation": 1.0, "partition": "shards", "rounds": 8, "epochs": 2}
+    result = fedagg.run(algorithm=algorithm, momentum=0.9, engine="batched", device="cpu", **settings)
+    assert result.accuracy > 0.8
+    assert result.loss < 1.0

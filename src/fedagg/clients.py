@@ -38,7 +38,7 @@ class Outcome:
     buffers: Tensor
     theta: Tensor  # (n,)
     steps: Tensor
-    travel: Tensor  # Σ over steps of the rate
+    travel: Tensor  # Σ over steps of the rate, times what momentum makes of it
     norm2: Tensor  # |Δ_i|²
     along: Tensor  # Δ_i · field, (n, m)
     loss: Tensor
@@ -91,6 +91,12 @@ class Clients:
     def steps(self) -> float:
         """S: mini-batches an epoch, averaged over the participants."""
         return sum(self.local.steps(len(self.samples(i))) for i in self.ids) / len(self.ids)
+
+    @property
+    def reach(self) -> float:
+        """S again, of steps as long as momentum makes them."""
+        each = torch.tensor([float(self.local.steps(len(self.samples(i)))) for i in self.ids], dtype=torch.float64)
+        return float((each * self.local.gains(each).mean(1)).sum()) / len(self.ids)
 
     def constant(self, rate: float) -> Tensor:
         return torch.full((self.epochs,), rate, dtype=torch.float64)

@@ -89,7 +89,7 @@ class FedAgg(Algorithm):
 
     def plan(self, phi1: Tensor, clients: Clients) -> Work:
         """Theorem 1 around the path that the average client is about to take: φ2[k] = w̄ - η_ref k S φ1."""
-        own, steps, epochs = self.own_share(), clients.steps, clients.epochs
+        own, steps, epochs = self.own_share(), clients.reach, clients.epochs
         known, free = self.number("known"), self.reference()
         ceiling = min(PACE_CEILING, ROUND_TRAVEL / (steps * epochs), PACE_PER_OWN * own)
         free = min(free, ceiling) if known else free
@@ -157,7 +157,7 @@ class FedAgg(Algorithm):
 
     def travelled(self, model: Model, clients: Clients) -> None:
         """Book the round for the pace: how far from the start, against how much gradient."""
-        total2 = (clients.steps * clients.epochs) ** 2 * float(self.state["phi1"].double().square().sum())
+        total2 = (clients.reach * clients.epochs) ** 2 * float(self.state["phi1"].double().square().sum())
         far = max(self.number("distance"), float((model.w - self.state["w0"]).double().norm()))
         self.state["distance"] = torch.tensor(far, dtype=torch.float64)
         self.state["gradients2"] = self.state["gradients2"] + total2

@@ -87,6 +87,13 @@ class Local:
         """Mini-batches an epoch of a client with `size` samples."""
         return -(-size // self.batch_size)
 
+    def gains(self, steps: Tensor) -> Tensor:
+        """How many times a step's direction a client with so many steps an epoch, (n,), goes with a step: the mean over each epoch,
+        (n, L). Once, but with momentum, (1 - m^k)/(1 - m) with the k-th step of the round. Of Adam's steps there is no telling."""
+        m, each = self.momentum if self.optimizer == "sgd" else 0.0, steps[:, None]
+        before = each * torch.arange(self.epochs, device=steps.device)
+        return (1 - m ** (before + 1) * (1 - m**each) / ((1 - m) * each)) / (1 - m)
+
 
 @dataclass(frozen=True)
 class Job:
@@ -123,12 +130,15 @@ class Chunk:
     path: Tensor | None = None  # w_{i,l} - w̄, (n, L+1, d)
     classes: Tensor | None = None  # per-class mean representations, (n, classes, features)
     counts: Tensor | None = None  # samples per class, (n, classes)
-    travel: Tensor = field(init=False)  # Σ over steps of the rate, (n,)
+    local: Local | None = None  # how they took their steps; plain ones if nobody says
+    travel: Tensor = field(init=False)  # Σ over steps of the rate, times what momentum makes of it, (n,)
     numbers: list[int] = field(init=False)  # how many each update arrives with: d, unless something went wrong on the way
 
     def __post_init__(self) -> None:
         epochs = torch.tensor([max(job.epochs, 1) for job in self.jobs], device=self.steps.device)
-        self.travel = self.rates.sum(1) * (self.steps / epochs).to(self.rates.dtype)
+        each = (self.steps / epochs).to(self.rates.dtype)
+        rates = self.rates if self.local is None else self.rates * self.local.gains(each)
+        self.travel = rates.sum(1) * each
         self.numbers = [self.delta.shape[1]] * len(self.jobs)
 
 

@@ -314,6 +314,7 @@ class Batched:
             first=first,
             rates=rates,
             steps=counts * made,
+            local=local,
             memory=own,
             gradients=gradients,
             path=path,

@@ -83,6 +83,7 @@ class Sequential:
             first=first[None],
             rates=rates[None],
             steps=torch.tensor([steps], device=s.device),
+            local=local,
             memory=None if own is None else own[None],
             gradients=None if gradients is None else gradients[None],
             path=None if path is None else path[None],

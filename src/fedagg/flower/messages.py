@@ -220,6 +220,7 @@ def read_answer(
         first=torch.tensor([first]),
         rates=torch.tensor([rates], dtype=torch.float32),
         steps=torch.tensor([steps]),
+        local=local,
         **{name: part.to(model.w.device) for name, part in trace.items()},
     )
 

@@ -124,7 +124,7 @@ class PrivateClients(Clients):
     def told(self, mean: Tensor, work: Work, model: Model) -> Outcome:
         """The noisy mean update as an outcome in which every client did what the mean did."""
         n, rates = len(self.ids), planned(work, mean)
-        travel = float(rates.double().sum()) * self.steps
+        travel = float(rates.double().sum()) * self.reach
         along = mean @ work.field.T if work.field is not None else mean[:0]
         ones = torch.ones(n, dtype=torch.float64)
         return Outcome(

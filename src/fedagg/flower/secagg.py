@@ -191,7 +191,7 @@ class VeiledClients(Clients):
             buffers=model.buffers,
             theta=size / size.sum(),
             steps=steps,
-            travel=rates.sum(1) * steps / self.epochs,
+            travel=(rates * self.local.gains(steps / self.epochs)).sum(1) * steps / self.epochs,
             norm2=norm2,
             along=column("along").view(len(given), -1),
             loss=loss,
