@@ -60,7 +60,9 @@ class Config(BaseModel):
     sigma: float = Field(0.6, gt=0, description="concentration of the Dirichlet partitions; inf is IID")
     shards: int = Field(2, ge=1, description="shards per client in the shards partition")
     clients: int = Field(100, ge=1, description="clients in the federation")
-    participation: float = Field(0.2, gt=0, le=1, description="share of the clients that takes part in a round")
+    participation: float = Field(
+        0.2, gt=0, le=1, description="share of the clients that takes part in a round, at least one client"
+    )
     rounds: int = Field(30, ge=1, description="global rounds, the paper's T")
     epochs: int = Field(3, ge=1, description="local epochs, the paper's L")
     batch_size: int = Field(32, ge=1, description="mini-batch size")
