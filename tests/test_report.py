@@ -419,6 +419,20 @@ def test_a_report_of_a_grid(tmp_path: Path) -> None:
     assert data_of(made)["rates"] == []
 
 
+def test_a_column_of_words_is_set_as_words() -> None:
+    made = tables.html("", ["method", "loss", "setting"], [[tables.plain("FedAgg"), ("0.5", 0.5, False), tables.plain("mnist")]])
+    assert made.count("<td class=number") == made.count("class=number><button") == 1
+
+
+def test_many_settings_that_differ_are_folded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for algorithm in ("fedagg", "fedavg"):
+        fedagg.run(Config(algorithm=algorithm, **SETTINGS | {"rounds": 1}, engine="sequential"), out=tmp_path / algorithm)
+    made = content.gather([tmp_path])
+    assert "settings that differ</summary>" not in tables.configuration(made)
+    monkeypatch.setattr(tables, "MOST_ROWS", 1)
+    assert "<summary>2 combinations of settings that differ</summary>" in tables.configuration(made)
+
+
 def test_pictures_of_runs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["plot", str(folder / "fedagg-0"), str(folder / "fedavg-0"), "-o", str(tmp_path), "--format", "png,pdf"])

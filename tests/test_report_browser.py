@@ -198,9 +198,26 @@ def contrast(one: str, two: str) -> float:
 
 
 @pytest.mark.parametrize("width", [390, 1600])
-def test_the_scale_of_the_label_map_says_what_it_counts(browser: Any, report: Path, width: int) -> None:
+def test_the_scale_of_a_map_says_what_it_counts(browser: Any, report: Path, width: int) -> None:
     page = Opened(browser, report, width).page
-    page.wait_for_selector("#chart-partition .cbtitle", state="attached")
-    ends = "query => document.querySelector(`#chart-partition ${query}`).getBoundingClientRect().right"
-    assert page.evaluate(ends, ".cbtitle") <= page.evaluate(ends, ".main-svg")
+    for chart in ("#chart-partition", "#chart-rate-map", "#chart-moved-map"):
+        page.wait_for_selector(f"{chart} .cbtitle", state="attached")
+        ends = "query => document.querySelector(query).getBoundingClientRect().right"
+        assert page.evaluate(ends, f"{chart} .cbtitle") <= page.evaluate(ends, f"{chart} .main-svg")
     page.context.close()
+
+
+def test_rates_that_are_all_one_number_stand_on_a_scale_around_it(opened: Opened) -> None:
+    names = opened.page.locator("#rate-run option").all_inner_texts()
+    assert names[0].startswith("fedagg")  # rates worth looking at come first
+    opened.page.select_option("#rate-run", index=next(i for i, name in enumerate(names) if name.startswith("fedavg")))
+    made = opened.page.evaluate(
+        "() => [document.getElementById('chart-rate-bands')._fullLayout.yaxis.range,"
+        " ['zmin', 'zmax'].map(k => document.getElementById('chart-rate-map')._fullData[0][k])]"
+    )
+    assert made == [[0, 0.02], [0, 0.02]]
+
+
+def test_few_rounds_are_counted_whole(untouched: Opened) -> None:
+    ticks = untouched.page.locator("#chart-accuracy .xtick text").all_text_contents()
+    assert ticks == ["1", "2", "3", "4"]

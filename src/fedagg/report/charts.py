@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fedagg import federation, runs
@@ -30,7 +30,7 @@ def build(content: Content) -> dict[str, Any]:
         "names": names,
         "progress": {key: label for key, (label, _) in PROGRESS.items()},
         "groups": [group(each, names) for each in content.groups],
-        "rates": [rates(t.run) for t in content.trials if t.run is not None and has_rates(t.run)][:MOST_MAPS],
+        "rates": [rates(run) for run in adaptive_first(t.run for t in content.trials if t.run is not None)][:MOST_MAPS],
         "partitions": partitions(content.trials),
     }
 
@@ -65,6 +65,11 @@ def describe(label: str, figure: str, lines: Sequence[dict[str, Any]]) -> str:
         if known:
             parts.append(f"{line['name']} from {known[0]:.4g} to {known[-1]:.4g}")
     return f"Line chart of {label} over rounds: {'; '.join(parts)}." if parts else f"No record of {label}."
+
+
+def adaptive_first(found: Iterable[Run]) -> list[Run]:
+    """Runs with a record of rates, FedAgg's before those whose rates are all one number: the first is what the page opens with."""
+    return sorted((run for run in found if has_rates(run)), key=lambda run: not run.config.method.startswith("fedagg"))
 
 
 def has_rates(run: Run) -> bool:
@@ -106,7 +111,8 @@ def band(rounds: Sequence[Sequence[float]]) -> dict[str, Column]:
     """Lowest, mean and highest rate of one epoch, round by round."""
     return {
         "low": [min(values) if values else None for values in rounds],
-        "mean": [sum(values) / len(values) if values else None for values in rounds],
+        # rounded, since rates that are all the same must have the same mean in every round
+        "mean": scaled([sum(values) / len(values) if values else None for values in rounds], 1.0),
         "high": [max(values) if values else None for values in rounds],
     }
 

@@ -28,6 +28,9 @@
     };
   }
 
+  // Left alone, plotly shows a single value on a scale of its own, up to one more and one less.
+  const around = (value) => (value === 0 ? [-1, 1] : [Math.min(0, 2 * value), Math.max(0, 2 * value)]);
+
   function draw(id, traces, made, text) {
     const place = document.getElementById(id);
     if (!place) return;
@@ -42,6 +45,10 @@
     const below = entries > 1 ? 24 * Math.ceil(entries / Math.max(1, Math.floor(place.clientWidth / 150))) + 16 : 0;
     place.style.height = `${400 + below}px`;
     made.margin = { ...made.margin, b: 48 + below, autoexpand: false };
+    const values = traces.flatMap((trace) => (trace.z ? [] : trace.y)).filter((value) => value !== null);
+    if (values.length && values.every((value) => value === values[0])) made.yaxis = { ...made.yaxis, range: around(values[0]) };
+    // Few rounds, and plotly would write 1.5 between the first and the second.
+    if (made.xaxis.title.text === data.progress.rounds && traces.every((trace) => Math.max(...trace.x) <= 10)) made.xaxis = { ...made.xaxis, dtick: 1 };
     Plotly.react(place, traces, made, { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d"] });
   }
 
@@ -79,8 +86,14 @@
     }
   }
 
+  function scale(z) {
+    const values = z.flat().filter((value) => value !== null);
+    const [zmin, zmax] = around(values[0]);
+    return values.every((value) => value === values[0]) ? { zmin, zmax } : {};
+  }
+
   const map = (x, y, z, title) => [{
-    type: "heatmap", x, y, z, colorscale: "Viridis", hoverongaps: false, colorbar: { title: { text: title, side: "right" }, thickness: 12 },
+    type: "heatmap", x, y, z, ...scale(z), colorscale: "Viridis", hoverongaps: false, colorbar: { title: { text: title, side: "right" }, thickness: 12 },
     hovertemplate: "%{x}, %{y}: %{z}<extra></extra>",
   }];
 
@@ -95,7 +108,7 @@
     const rates = data.rates[Number(chosen("rate-run"))];
     const epoch = Number(chosen("rate-epoch"));
     const clients = rates.clients.map((client) => "client " + client);
-    const plain = { hovermode: "closest", margin: { l: 84, r: 84, t: 8, b: 48 } };
+    const plain = { hovermode: "closest", margin: { l: 84, r: 108, t: 8, b: 48 } };
     const some = { nticks: 12, showticklabels: true };
     const tall = (made) => ({ ...made, yaxis: { ...made.yaxis, ...some, type: "category" } });
     draw("chart-rate-map", map(rates.rounds, clients, rates.tables[epoch], "learning rate"),

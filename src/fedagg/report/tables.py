@@ -12,6 +12,7 @@ from fedagg.reproduce import formats, grid, table
 from fedagg.reproduce.results import Store
 
 Cell = tuple[str, float | str | None, bool]  # text, what to sort by, whether it is bold
+MOST_ROWS = 30  # of a table that stands open where nobody came for it
 
 
 def results(content: Content) -> str:
@@ -38,7 +39,7 @@ def results(content: Content) -> str:
     caption = f"{where}After the last round: mean ± standard deviation over seeds; bold is the best of a setting."
     if not all(one.finished for group in content.groups for one in group.series.values()):
         caption += " Rows with a number of rounds in their name are of unfinished runs, and show what these have so far."
-    return html(caption, [*heads, "setting"] if several else heads, rows, words=1)
+    return html(caption, [*heads, "setting"] if several else heads, rows)
 
 
 def spread(one: Series, values: Sequence[float], digits: int = 2, bold: bool = False) -> Cell:
@@ -81,7 +82,7 @@ def beside_paper(store: Store) -> Iterator[tuple[str, str, str]]:
             rows.append([*about, *(measured(line, method) for method in built.methods), order])
         left = len(built.lines) - len(lines)
         notes = [*built.notes(), *([f"{left} settings of the paper were not run here at all."] if left else [])]
-        yield name, spec.title, html(" ".join(notes), heads, rows, words=2)
+        yield name, spec.title, html(" ".join(notes), heads, rows)
 
 
 def measured(line: table.Line, method: str) -> Cell:
@@ -101,7 +102,10 @@ def configuration(content: Content) -> str:
         heads = ["algorithm", *(k for k in differ if k != "algorithm")]
         distinct = list(dict.fromkeys(tuple(str(one[k]) for k in heads) for one in every))
         rows = [[plain(value) for value in row] for row in distinct]
-        text = html("Settings that differ.", heads, rows, words=len(heads)) + text
+        listed = html("Settings that differ.", heads, rows)
+        if len(rows) > MOST_ROWS:
+            listed = f"<details><summary>{len(rows)} combinations of settings that differ</summary>{listed}</details>"
+        text = listed + text
     return text
 
 
@@ -117,13 +121,14 @@ def environment(content: Content) -> str:
     return html("Versions, machine and commit of the runs.", ["what", "value"], rows)
 
 
-def html(caption: str, heads: Sequence[str], rows: Sequence[Sequence[Cell]], words: int = 2) -> str:
-    """A table that sorts; the first `words` columns are text, the others numbers."""
+def html(caption: str, heads: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
+    """A table that sorts; a column is text if all of its cells sort as words, else numbers."""
+    numbers = [not all(isinstance(row[i][1], str) for row in rows) for i in range(len(heads))]
     top = "".join(
-        f'<th scope="col"{"" if i < words else " class=number"}><button type="button">{escape(head)}</button></th>'
+        f'<th scope="col"{" class=number" if numbers[i] else ""}><button type="button">{escape(head)}</button></th>'
         for i, head in enumerate(heads)
     )
-    body = "\n".join(f"<tr>{''.join(cell(one, i >= words) for i, one in enumerate(row))}</tr>" for row in rows)
+    body = "\n".join(f"<tr>{''.join(cell(one, number) for one, number in zip(row, numbers, strict=True))}</tr>" for row in rows)
     return (
         f'<div class="table" tabindex="0" role="region" aria-label="{escape(caption, quote=True)}">'
         f"<table><caption><span>{escape(caption)}</span></caption><thead><tr>{top}</tr></thead><tbody>\n{body}\n</tbody></table></div>"
