@@ -173,6 +173,10 @@ def canvas(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure, 
 
 
 def tidy(axes: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    if axes.get_xlabel() == "round":  # there is no round 1.5
+        axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
     axes.grid(alpha=0.25)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
