@@ -341,6 +341,9 @@ BAD = [
     (["--algorithm", "fedbabu"], "needs a model with a body"),
     (["--resume", "/nowhere"], "is not a run folder"),
     (["/nowhere.toml"], "there is no such file"),
+    (["/"], "config = '/': is a folder; name a TOML file"),
+    (["--dataset", "custom"], "data=fedagg.Dataset"),
+    (["--dataset", "mine.csv"], "is a file; read it in Python"),
 ]
 
 
@@ -366,6 +369,31 @@ def test_bad_files(text: str, hint: str, tmp_path: Path, capsys: pytest.CaptureF
     assert call("run", str(tmp_path / "c.toml"), "--out", str(tmp_path / "run")) == 2
     assert hint in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_folder_is_not_a_file_of_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.toml").write_text("rounds = 1\n")
+    assert call("run", str(tmp_path)) == 2
+    assert f"name the file in it, {tmp_path / 'config.toml'}, or go on with --resume" in capsys.readouterr().err
+
+
+def test_a_comparison_does_not_go_into_the_folder_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.toml").write_text("rounds = 1\n")
+    assert call("compare", "fedagg,fedavg", *TINY, "--out", str(tmp_path)) == 2
+    assert "is the folder of one run" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
+
+
+def test_methods_with_a_blank_between_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("compare", "fedagg", "fedavg") == 2
+    assert "separate methods by commas: fedagg,fedavg" in capsys.readouterr().err
+
+
+def test_a_misspelt_command_and_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("rn") == 2
+    assert capsys.readouterr().err.strip() == "fedagg: No such command 'rn'. Did you mean 'run'?"
+    assert call("--version") == 0
+    assert capsys.readouterr().out.strip() == fedagg.__version__
 
 
 def test_a_full_run_folder_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -141,6 +141,8 @@ class Config(BaseModel):
             ("engine", self.engine, ENGINES),
             ("robust", self.robust, aggregate.RULES),
         ):
+            if setting == "dataset" and value not in known and Path(value).suffix in (".csv", ".npy", ".npz", ".pt", ".parquet"):
+                raise SettingError(setting, value, "is a file; read it in Python, and give data=fedagg.Dataset(...) to fedagg.run")
             if value not in known:
                 raise unknown(setting, value, known)
         if self.algorithm == "fedagg" and self.variant == "default":
@@ -193,6 +195,10 @@ def read(path: Path) -> dict[str, Any]:
         settings = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise SettingError("config", str(path), "there is no such file") from None
+    except IsADirectoryError:
+        inside = path / "config.toml"
+        fix = f"name the file in it, {inside}, or go on with --resume" if inside.exists() else "name a TOML file of settings"
+        raise SettingError("config", str(path), f"is a folder; {fix}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError("config", str(path), f"cannot be read: {error}") from None
     except (ValueError, RecursionError) as error:  # also whole numbers and nesting beyond what Python reads

@@ -45,6 +45,6 @@ def unknown(setting: str, value: object, known: Iterable[str], elsewhere: Mappin
     names = sorted(known)
     near = [other for word, other in (elsewhere or {}).items() if word == value]
     near = near or [n for n in names if value and n.startswith(str(value))]
-    near = near or difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
+    near = near or difflib.get_close_matches(str(value), names, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return SettingError(setting, value, f"{hint}choose one of {', '.join(names)}")

@@ -5,19 +5,20 @@ from __future__ import annotations
 import io
 import sys
 import warnings
+from typing import Annotated
 
 import click
 import typer
 
+import fedagg
 from fedagg.cli import bench, bounds, catalogue, compare, datasets, flower, partition, plot, report, reproduce, train
-from fedagg.cli.show import err
+from fedagg.cli.show import err, out
 from fedagg.config import ELSEWHERE
 from fedagg.engines.distributed import leave
 from fedagg.errors import FedaggError
 
 app = typer.Typer(
     name="fedagg",
-    help="Federated learning with learning rates in closed form.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -33,6 +34,19 @@ app.command("partition")(partition.partition)
 app.command("bench")(bench.bench)
 app.add_typer(datasets.app, name="data")
 app.add_typer(flower.app, name="flower")
+
+
+def version(asked: bool) -> None:
+    if asked:
+        out.print(fedagg.__version__, highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _: Annotated[bool, typer.Option("--version", help="Show the version and exit.", callback=version, is_eager=True)] = False,
+) -> None:
+    """Federated learning with learning rates in closed form."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -52,7 +66,8 @@ def main(arguments: list[str] | None = None) -> None:
         ours = f"--{ELSEWHERE[word].replace('_', '-')}" if word in ELSEWHERE else None
         complain(f"No such option {error.option_name!r}. Did you mean {ours!r}?" if ours else error.format_message())
     except click.ClickException as error:
-        complain(error.format_message())
+        words = error.format_message().split(" Did you mean ")
+        complain(" Did you mean ".join(dict.fromkeys(words)))  # click and typer both guess at a misspelt command
     except FedaggError as error:
         complain(str(error))
     except MemoryError:

@@ -16,6 +16,7 @@ import typer
 
 import fedagg
 from fedagg import data, files, plots, record, runs
+from fedagg.algorithms import REGISTRY
 from fedagg.cli.options import with_settings
 from fedagg.cli.partition import trained
 from fedagg.cli.show import Live, err, out, results_table, task
@@ -44,9 +45,13 @@ def compare(
     names = [name.strip() for name in algorithms.split(",") if name.strip()]
     if not names:
         raise SettingError("algorithms", algorithms, "name at least one method, e.g. fedagg,fedavg")
+    if config is not None and str(config) in REGISTRY and not config.exists():
+        raise SettingError("config", str(config), f"is a method; separate methods by commas: {','.join(names)},{config}")
     named = [resolve({**settings, "algorithm": name}, config, preset) for name in names]
     configs = list({chosen.method: chosen for chosen in named}.values())
     folder = out_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-compare"
+    if (folder / "config.toml").exists():
+        raise SettingError("out", str(folder), "is the folder of one run; choose another, which gets a folder for each method")
     for chosen in configs:
         same(folder, chosen)
     given = data.load(configs[0].dataset, configs[0].data_dir)

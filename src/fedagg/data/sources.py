@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from fedagg.data.cifar import PIXELS, read_cifar
 from fedagg.data.idx import read_idx
-from fedagg.errors import DataError, unknown
+from fedagg.errors import DataError, SettingError, unknown
 
 Where = str | os.PathLike[str] | None
 Samples = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
@@ -235,6 +235,8 @@ def read(name: str, data_dir: Where = None, download: bool = True) -> tuple[Samp
 
 
 def _source(name: str) -> Source:
+    if name == "custom":
+        raise SettingError("dataset", name, "give your own data from Python as data=fedagg.Dataset(...)")
     if name not in SOURCES:
         raise unknown("dataset", name, SOURCES)
     return SOURCES[name]
