@@ -551,6 +551,19 @@ def test_a_run_reports_on_what_was_held_back() -> None:
 
 
 @pytest.mark.parametrize(
+    ("samples", "words"),
+    [
+        (np.zeros(2), r"x_train = \(2,\): .*x.reshape\(-1, 1\)"),
+        (np.array([["1", "2"], ["3", "4"]]), r"x.astype\('float32'\)"),
+        ([[1.0], [2.0]], r"x_train = 'list': .*np.asarray"),
+    ],
+)
+def test_samples_of_other_kinds_are_told_how_to_become_numbers(samples: Any, words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        Dataset(samples, np.array([0, 1]), np.zeros((1, 2)), np.array([1]))
+
+
+@pytest.mark.parametrize(
     ("labels", "words"),
     [
         (np.array(["cat", "dog"]), r"np.unique"),

@@ -57,6 +57,17 @@ def agreed(config: Config | None, given: dict[str, Any], preset: str | None, set
     return config.changed(**changes) if changes else config
 
 
+def followers(callbacks: Any) -> None:
+    """The last thing that a callback is asked comes after all the work: it must not be missing there."""
+    if not isinstance(callbacks, Sequence):
+        raise SettingError("callbacks", type(callbacks).__name__, "give a list, also of one")
+    for callback in callbacks:
+        for method in ("started", "round_done", "finished"):
+            if not callable(getattr(callback, method, None)):
+                words = f"has no method {method}; a callback has started(config, done), round_done(row) and finished(result)"
+                raise SettingError("callbacks", getattr(callback, "__name__", type(callback).__name__), words)
+
+
 def indices(parts: Sequence[Any], data: Dataset) -> Sequence[Any]:
     """Indices of every client's samples; masks are taken for what they mark."""
     checked = []
@@ -112,7 +123,10 @@ def try_out(config: Config, module: nn.Module, loss: Loss, data: Dataset, parts:
             form = tuple(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__}"
             raise wrong(f"must put out a row of numbers a sample, a number a class, and put out {form} for {len(x)} samples")
         if loss is cross_entropy and output.shape[1] < data.classes:
-            raise wrong(f"puts out {output.shape[1]} numbers a sample; labels from 0 to {data.classes - 1} need {data.classes}")
+            unused = not bool((data.y_train == 0).any() | (data.y_test == 0).any())
+            advice = "; no label is 0: count from 0, with y - 1" if unused else ""
+            words = f"puts out {output.shape[1]} numbers a sample; labels from 0 to {data.classes - 1} need {data.classes}{advice}"
+            raise wrong(words)
         check_loss(loss, output, y)
         try:
             probe(x[:1])
@@ -143,6 +157,8 @@ def hint(module: nn.Module, data: Dataset) -> str:
 
 
 def check_loss(loss: Loss, output: Tensor, y: Tensor) -> None:
+    if not callable(loss):
+        raise SettingError("loss", loss, "give a function of output and target, with one number a sample")
     try:
         losses = loss(output, y)
         shape = tuple(losses.shape)

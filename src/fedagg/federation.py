@@ -149,6 +149,7 @@ def run(
         raise SettingError("out", str(out), f"a run goes on in its own folder, {resume}; leave out away")
     if isinstance(model, str):
         settings["model"], model = model, None
+    checks.followers(callbacks)
     config = checks.agreed(config, checks.given(data, model, parts), preset, settings)
     device = pick_device(config.device)
     if config.threads:

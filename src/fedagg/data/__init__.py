@@ -121,7 +121,9 @@ def load(name: str, data_dir: Where = None, download: bool = True) -> Dataset:
 def _kind(key: str, value: Array) -> str:
     """How x is to be understood; training and test samples must agree, or one would be scaled and the other not."""
     if not isinstance(value, torch.Tensor | np.ndarray):
-        raise SettingError(key, type(value).__name__, "give a torch tensor or a numpy array")
+        raise SettingError(
+            key, type(value).__name__, "give a torch tensor or a numpy array; np.asarray makes one of lists and tables"
+        )
     if value.dtype in (torch.uint8, np.uint8):
         return "uint8"
     if isinstance(value, torch.Tensor):
@@ -130,7 +132,8 @@ def _kind(key: str, value: Array) -> str:
     else:
         letter = value.dtype.kind
     if letter not in "biuf":
-        raise SettingError(key, str(value.dtype), "give real numbers")
+        fix = "; x.astype('float32') makes them of text or objects that hold some" if letter in "OSU" else ""
+        raise SettingError(key, str(value.dtype), f"give real numbers{fix}")
     return "integers" if letter in "iu" else "floating"
 
 
@@ -145,7 +148,8 @@ def _tensor(value: Array, dtype: torch.dtype) -> torch.Tensor:
 def _samples(key: str, value: Array) -> torch.Tensor:
     kind = _kind(key, value)
     if value.ndim < 2 or 0 in value.shape:
-        raise SettingError(key, tuple(value.shape), "must have the shape (samples, ...) with none of them 0")
+        fix = "; give x.reshape(-1, 1) where a sample is one number" if value.ndim == 1 and len(value) else ""
+        raise SettingError(key, tuple(value.shape), f"must have the shape (samples, ...) with none of them 0{fix}")
     if kind == "integers":
         return _tensor(value, torch.int64)
     x = _tensor(value, torch.float32)

@@ -92,6 +92,8 @@ def _check_shape(name: str, shape: tuple[int, ...], architecture: Architecture) 
             raise SettingError("model", name, f"shape {shape} holds no values; give a sample shape such as (1, 28, 28)")
     elif len(shape) != 3 or shape[0] < 1 or shape[1] != shape[2] or shape[1] not in SIDES:
         fix = "use (channels, 28, 28) or (channels, 32, 32), or model 'linear', which takes any shape"
+        if len(shape) == 3 and shape[0] == shape[1] in SIDES:
+            fix = "it has the channels last: give x.transpose(0, 3, 1, 2)"
         raise SettingError("model", name, f"shape {shape} does not fit; {fix}")
 
 
