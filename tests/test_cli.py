@@ -169,6 +169,7 @@ def test_compare_goes_on_where_it_was_stopped(
     assert call("compare", "fedagg,fedavg,fedadam", *TINY, "--out", "whole") == 0
     with monkeypatch.context() as patch:
         patch.setattr(cli.compare, "Live", Impatient)
+        patch.setattr(cli, "leave", sys.exit)  # a thread of another test must not end this process at once
         assert call("compare", "fedagg,fedavg,fedadam", *TINY, *(["--out", "c"] if named else [])) == 130
     (folder,) = [Path("c")] if named else list(Path("runs").iterdir())
     told = capsys.readouterr().err
@@ -394,6 +395,14 @@ def test_a_misspelt_command_and_the_version(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err.strip() == "fedagg: No such command 'rn'. Did you mean 'run'?"
     assert call("--version") == 0
     assert capsys.readouterr().out.strip() == fedagg.__version__
+
+
+def test_stopped_means_stopped() -> None:
+    """A thread in the middle of a client does not keep the process."""
+    busy = "import time; from concurrent.futures import ThreadPoolExecutor; ThreadPoolExecutor().submit(time.sleep, 600)"
+    code = f"{busy}; from fedagg.engines.distributed import leave; print('all'); leave(130)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stdout) == (130, "all\n")
 
 
 def test_a_full_run_folder_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import atexit
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import NoReturn
@@ -67,8 +68,10 @@ def end_cleanly(number: int, frame: FrameType | None) -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """End the process. With a team, at once: its threads can abort a Python that is being taken down (pytorch/pytorch#179291)."""
-    if distributed.is_available() and distributed.is_initialized():
+    """End the process. With a team, at once: its threads can abort a Python that is being taken down (pytorch/pytorch#179291).
+    So after Ctrl-C: Python would wait for threads that are in the middle of a client, and all that was asked for is written."""
+    busy = status == 130 and any(not t.daemon and t is not threading.main_thread() for t in threading.enumerate())
+    if busy or (distributed.is_available() and distributed.is_initialized()):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
