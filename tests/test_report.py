@@ -121,7 +121,7 @@ def test_an_unfinished_run_is_not_averaged_with_finished_ones(folder: Path, tmp_
     text = Tags(tables.results(made)).text
     assert f"{100 * whole[-1]['accuracy']:.2f}" in text["strong"]
     assert f"{100 * part[-1]['accuracy']:.2f}" in text["td"]  # not bold: it is at no end
-    assert "unfinished runs" in text["span"][0]
+    assert "unfinished runs" in text["p"][0]
 
 
 def test_different_tasks_are_different_settings(tmp_path: Path) -> None:

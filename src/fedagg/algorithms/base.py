@@ -89,4 +89,5 @@ def options(name: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 def build(name: str, settings: dict[str, Any]) -> Algorithm:
     """An algorithm from its name, with those of the settings that are its options."""
-    return REGISTRY[name](**options(name, settings))
+    given = options(name, settings)  # says so where there is no such method
+    return REGISTRY[name](**given)

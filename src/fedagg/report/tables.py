@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
-from fedagg.report.content import Content, Series
+from fedagg.report.content import Content, Group, Series
 from fedagg.reproduce import formats, grid, table
 from fedagg.reproduce.results import Store
 
@@ -16,30 +16,31 @@ MOST_ROWS = 30  # of a table that stands open where nobody came for it
 
 
 def results(content: Content) -> str:
-    """One row a method in a setting: mean ± standard deviation over seeds, and what it cost."""
-    heads = ["method", "accuracy (%)", "best (%)", "loss", "samples", "MB sent", "seconds", "seeds"]
-    several = len(content.groups) > 1
-    rows = []
-    for group in content.groups:
-        ends = {name: one.mean(t.accuracy for t in one.trials)[0] for name, one in group.series.items() if one.finished}
-        top = max((value for value in ends.values() if value is not None), default=None)
-        for name, one in group.series.items():
-            row = [
-                plain(name),
-                spread(one, [100 * t.accuracy for t in one.trials], bold=name in ends and ends[name] == top),
-                spread(one, [100 * t.best for t in one.trials]),
-                spread(one, [t.loss for t in one.trials], digits=4),
-                amount(one, "work", "{:,.0f}"),
-                amount(one, "bytes", "{:,.1f}", 1e-6),
-                amount(one, "seconds", "{:,.1f}"),
-                (str(len(one.trials)), len(one.trials), False),
-            ]
-            rows.append([*row, plain(group.name)] if several else row)
-    where = "" if several else f"{content.groups[0].name}. "
-    caption = f"{where}After the last round: mean ± standard deviation over seeds; bold is the best of a setting."
+    """One table a setting, one row a method: mean ± standard deviation over seeds, and what it cost."""
+    about = "After the last round: mean ± standard deviation over seeds; bold is the best of a setting."
     if not all(one.finished for group in content.groups for one in group.series.values()):
-        caption += " Rows with a number of rounds in their name are of unfinished runs, and show what these have so far."
-    return html(caption, [*heads, "setting"] if several else heads, rows)
+        about += " Rows with a number of rounds in their name are of unfinished runs, and show what these have so far."
+    return f"<p>{about}</p>" + "".join(map(methods, content.groups))
+
+
+def methods(group: Group) -> str:
+    heads = ["method", "accuracy (%)", "best (%)", "loss", "samples", "MB sent", "seconds", "seeds"]
+    ends = {name: one.mean(t.accuracy for t in one.trials)[0] for name, one in group.series.items() if one.finished}
+    top = max((value for value in ends.values() if value is not None), default=None)
+    rows = [
+        [
+            plain(name),
+            spread(one, [100 * t.accuracy for t in one.trials], bold=name in ends and ends[name] == top),
+            spread(one, [100 * t.best for t in one.trials]),
+            spread(one, [t.loss for t in one.trials], digits=4),
+            amount(one, "work", "{:,.0f}"),
+            amount(one, "bytes", "{:,.1f}", 1e-6),
+            amount(one, "seconds", "{:,.1f}"),
+            (str(len(one.trials)), len(one.trials), False),
+        ]
+        for name, one in group.series.items()
+    ]
+    return html(group.name, heads, rows)
 
 
 def spread(one: Series, values: Sequence[float], digits: int = 2, bold: bool = False) -> Cell:
