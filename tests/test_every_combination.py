@@ -1,4 +1,4 @@
-"""Every algorithm on every model it applies to: two rounds on a handful of images, and nothing breaks."""
+"""Every algorithm on every model it applies to: a round or two on a handful of images, and nothing breaks."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ def built(name: str, shape: tuple[int, int, int]) -> nn.Module:
 def test_trains(algorithm: str, settings: dict[str, Any], name: str) -> None:
     shape = (3, 32, 32) if name in COLOUR else (1, 28, 28)
     module = built(name, shape)
+    # What methods carry into a second round is one vector to them, whatever the model; FedAgg has no field before.
+    rounds = 1 if name in BIG and algorithm != "fedagg" else 2
 
     def run() -> fedagg.Result:
         return fedagg.run(
@@ -46,7 +48,7 @@ def test_trains(algorithm: str, settings: dict[str, Any], name: str) -> None:
             data=images(shape),
             parts=[[0, 1], [2, 3, 4]],  # two clients of different sizes, one batch each
             model=module,
-            rounds=2,
+            rounds=rounds,
             epochs=1,
             batch_size=4,
             lr=0.01,
@@ -70,5 +72,5 @@ def test_trains(algorithm: str, settings: dict[str, Any], name: str) -> None:
     assert np.isfinite(result.loss)
     assert all(row["left_out"] == 0 for row in result.history)
     counters = {int(value) for key, value in after.items() if key.endswith("num_batches_tracked")}
-    assert counters <= {2}  # one batch a round, whoever took part
+    assert counters <= {rounds}  # one batch a round, whoever took part
     assert bool(counters) == any(isinstance(layer, nn.BatchNorm2d) for layer in module.modules())

@@ -326,7 +326,7 @@ def below_zero(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def test_fedagg_does_not_take_a_loss_under_zero_for_one_that_got_worse() -> None:
     """A constant has no gradient: the runs are the same, up to the rounding of losses."""
-    settings: dict[str, Any] = {"clients": 10, "participation": 1.0, "rounds": 4, "epochs": 1, "engine": "sequential"}
+    settings: dict[str, Any] = {"clients": 10, "participation": 1.0, "rounds": 4, "epochs": 1, "engine": "batched"}
     plain, shifted = (fedagg.run(**settings, **more) for more in ({}, {"loss": below_zero}))
     assert shifted.loss == pytest.approx(plain.loss - 5.0, abs=1e-5)
     assert shifted.accuracy == pytest.approx(plain.accuracy, abs=1e-3)
@@ -383,7 +383,7 @@ def test_what_rounding_kept_back_of_a_broken_field_is_not_sent_after_it() -> Non
 
 def test_fedagg_recovers_from_an_absurd_base_rate_even_among_corrupt_clients() -> None:
     for settings in ({"lr": 300.0}, {"lr": 300.0, "corrupt_rate": 0.1, "dropout_rate": 0.3}):
-        result = fedagg.run(rounds=25, clients=20, participation=0.5, engine="sequential", clip=0.0, **settings)
+        result = fedagg.run(rounds=25, clients=20, participation=0.5, engine="batched", clip=0.0, **settings)
         assert result.accuracy > 0.8, settings
 
 
