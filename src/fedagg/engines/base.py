@@ -90,7 +90,7 @@ class Local:
     def gains(self, steps: Tensor) -> Tensor:
         """How many times a step's direction a client with so many steps an epoch, (n,), goes with a step: the mean over each epoch,
         (n, L). Once, but with momentum, (1 - m^k)/(1 - m) with the k-th step of the round. Of Adam's steps there is no telling."""
-        m, each = self.momentum if self.optimizer == "sgd" else 0.0, steps[:, None].clamp_min(1)  # who made none has gone nowhere
+        m, each = self.momentum if self.optimizer == "sgd" else 0.0, steps[:, None]
         before = each * torch.arange(self.epochs, device=steps.device)
         return (1 - m ** (before + 1) * (1 - m**each) / ((1 - m) * each)) / (1 - m)
 
