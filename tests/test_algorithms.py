@@ -23,13 +23,12 @@ import tiny
 from fedagg import algorithms, engines, models, seeding
 from fedagg.algorithms.fedagg import FedAgg, student
 from fedagg.algorithms.fedgh import FedGH
-from fedagg.clients import Clients, Outcome, secant_smoothness
+from fedagg.clients import Clients, Outcome, Yardstick, secant_smoothness
 from fedagg.config import Config
-from fedagg.engines import Work
-from fedagg.engines.base import Job, Local, Setting
+from fedagg.engines.base import Setting
 from fedagg.errors import SettingError
 from fedagg.flat import Layout, Model
-from fedagg.quantize import Downlink
+from fedagg.work import ClientOptions, Job, Work
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -698,9 +697,11 @@ def test_fedagg_begins_again_at_a_quarter_of_the_rate_when_the_first_steps_kille
     method.state["gradient"] = 0.6 * one
     assert not method.stillborn()  # there is something to go by
     method.state |= faded
-    clients = SimpleNamespace(downlink=Downlink(error=torch.ones(1, layout.d)))
+    forgotten: list[bool] = []
+    clients = SimpleNamespace(forget=lambda: forgotten.append(True), yardstick=Yardstick(1.0))
     assert torch.equal(method.restart(clients).w, untrained.w)  # type: ignore[arg-type]
-    assert clients.downlink.error is None
+    assert forgotten
+    assert clients.yardstick.length == 0.0
     assert method.reference() == pytest.approx(0.1)
     assert not method.number("known")
 
@@ -842,7 +843,7 @@ def test_momentum_is_not_taken_for_gradient(momentum: float, engine: str) -> Non
         return (output * torch.tensor([1.0, -2.0, 3.0])).sum(-1)
 
     x, y = torch.ones(30, 2), torch.arange(30) % 3
-    local = Local(epochs=3, batch_size=4, momentum=momentum)
+    local = ClientOptions(epochs=3, batch_size=4, momentum=momentum)
     setting = Setting(nn.Linear(2, 3, bias=False), x, y, 3, local, torch.device("cpu"), linear)
     jobs = [Job(0, torch.arange(9), 3, 1), Job(1, torch.arange(9, 27), 2, 2, 1), Job(2, torch.arange(27, 28), 1, 3, 2)]
     work = Work(rate=torch.tensor([0.1, 0.03, 0.2]))

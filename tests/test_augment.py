@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedagg
+from fedagg.augment import KINDS, augmented, draw
 from fedagg.cli import main
-from fedagg.engines.augment import KINDS, augmented, draw
 from fedagg.errors import SettingError
 
 

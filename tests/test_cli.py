@@ -400,7 +400,7 @@ def test_a_misspelt_command_and_the_version(capsys: pytest.CaptureFixture[str]) 
 def test_stopped_means_stopped() -> None:
     """A thread in the middle of a client does not keep the process."""
     busy = "import time; from concurrent.futures import ThreadPoolExecutor; ThreadPoolExecutor().submit(time.sleep, 600)"
-    code = f"{busy}; from fedagg.engines.distributed import leave; print('all'); leave(130)"
+    code = f"{busy}; from fedagg.cli.process import leave; print('all'); leave(130)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (ended.returncode, ended.stdout) == (130, "all\n")
 

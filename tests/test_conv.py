@@ -13,13 +13,14 @@ from torch.nn import functional
 
 from fedagg import engines
 from fedagg.config import Config
-from fedagg.engines import Sequential, stacked
-from fedagg.engines.base import Chunk, Job, Local, Setting, Work
+from fedagg.engines import Sequential, choose, stacked
+from fedagg.engines.base import Setting
 from fedagg.engines.batched import Batched
 from fedagg.engines.conv import Loop, channels_last
 from fedagg.engines.threaded import Threaded
 from fedagg.flat import Model
 from fedagg.memory import ClientMemory
+from fedagg.work import Chunk, ClientOptions, Job, Work
 from test_engines import assert_same, chain, job_list, joined, make_setting, works
 
 
@@ -70,11 +71,14 @@ class Viewing(nn.Module):
 @pytest.mark.parametrize(("module", "ordered"), [(Viewing(), False), (chain(), True), (nn.Flatten(), False)])
 @pytest.mark.parametrize("engine", ["auto", "sequential"])
 def test_images_are_laid_out_where_the_module_takes_it(module: nn.Module, ordered: bool, engine: str) -> None:
-    setting = make_setting(module, (2, 8, 8), Local(epochs=1, batch_size=4))
-    before = setting.x.clone()
+    setting = make_setting(module, (2, 8, 8), ClientOptions(epochs=1, batch_size=4))
+    before, strides, half = setting.x.clone(), setting.x.stride(), setting.half
     built = engines.build(engine, setting, Config(threads=2))
-    assert torch.equal(setting.x, before)
-    assert setting.x.is_contiguous(memory_format=torch.channels_last) == ordered
+    assert torch.equal(setting.x, before)  # what it was given is as it was
+    assert (setting.x.stride(), setting.half, setting.graph) == (strides, half, None)
+    images = choose.ordered(setting)
+    assert torch.equal(images, before)
+    assert images.is_contiguous(memory_format=torch.channels_last) == ordered
     if setting.layout.d:
         work = Work(rate=torch.full((1,), 0.1, dtype=torch.float64))
         chunks = list(built.run(setting.layout.pack(module), work, job_list(1), None))
@@ -100,17 +104,17 @@ def idle() -> nn.Sequential:
         )  # fmt: skip
 
 
-def traced(module: nn.Module, shape: tuple[int, ...], local: Local) -> Setting:
+def traced(module: nn.Module, shape: tuple[int, ...], local: ClientOptions) -> Setting:
     """As the choice of engines hands it over: threads that trace at the same time get in each other's way."""
-    setting = make_setting(module, shape, local)
-    assert stacked.supported(setting)
+    setting = choose.with_graph(make_setting(module, shape, local))
+    assert setting.graph is not None
     return setting
 
 
 @pytest.mark.parametrize("kind", ["plain", "prox", "mixed", "per client", "memory", "mask", "trace"])
 @pytest.mark.parametrize(("make", "shape"), [(single, (1, 8, 8)), (chain, (2, 8, 8)), (idle, (2, 8, 8))])
 def test_threads_without_autograd_agree_with_the_plain_engine(make: Any, shape: tuple[int, ...], kind: str) -> None:
-    setting = traced(make(), shape, Local(epochs=2, batch_size=4))
+    setting = traced(make(), shape, ClientOptions(epochs=2, batch_size=4))
     work, model = works(setting.layout.d)[kind], setting.layout.pack(setting.module)
     memory = ClientMemory(4, setting.layout.d)
     for client in range(4):
@@ -122,7 +126,7 @@ def test_threads_without_autograd_agree_with_the_plain_engine(make: Any, shape: 
 
 
 def test_dropout_in_threads_repeats_by_seed_and_leaves_torch_alone() -> None:
-    setting = traced(single(0.5), (1, 8, 8), Local(epochs=2, batch_size=4))
+    setting = traced(single(0.5), (1, 8, 8), ClientOptions(epochs=2, batch_size=4))
     jobs = [Job(client=i, samples=torch.arange(8), epochs=2, seed=seed, position=i) for i, seed in enumerate((5, 6, 5, 7))]
     work, model = Work(rate=torch.full((2,), 0.5, dtype=torch.float64)), setting.layout.pack(setting.module)
 
@@ -138,7 +142,7 @@ def test_dropout_in_threads_repeats_by_seed_and_leaves_torch_alone() -> None:
 
 
 def test_threads_go_with_their_engine() -> None:
-    setting = traced(single(), (1, 8, 8), Local(epochs=2, batch_size=4))
+    setting = traced(single(), (1, 8, 8), ClientOptions(epochs=2, batch_size=4))
     model, work = setting.layout.pack(setting.module), works(setting.layout.d)["plain"]
     for network in (stacked.StackedNetwork, None):
         engine = Threaded(setting, 2, network)
@@ -153,7 +157,7 @@ def test_threads_go_with_their_engine() -> None:
 
 
 def test_who_has_not_begun_when_a_round_is_broken_off_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    setting = traced(single(), (1, 8, 8), Local(epochs=1, batch_size=4))
+    setting = traced(single(), (1, 8, 8), ClientOptions(epochs=1, batch_size=4))
     model, work = setting.layout.pack(setting.module), Work(rate=torch.full((1,), 0.1, dtype=torch.float64))
     jobs = [Job(client=i, samples=torch.arange(8), epochs=1, seed=i, position=i) for i in range(50)]
     train, made, gate = Batched.train, list[int](), threading.Event()

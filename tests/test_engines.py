@@ -24,7 +24,7 @@ import fedagg
 from fedagg import checkpoint, models, partition, seeding
 from fedagg.algorithms import REGISTRY
 from fedagg.engines import Sequential, batched, choose, stacked
-from fedagg.engines.base import Chunk, Job, Local, Setting, Work
+from fedagg.engines.base import Setting
 from fedagg.engines.batched import Batched
 from fedagg.engines.distributed import deal
 from fedagg.engines.graph import traced
@@ -32,6 +32,7 @@ from fedagg.engines.threaded import Threaded
 from fedagg.engines.vmapped import VmappedNetwork
 from fedagg.errors import SettingError
 from fedagg.memory import ClientMemory
+from fedagg.work import Chunk, ClientOptions, Job, Work
 
 SIZES = (13, 8, 5, 13)  # ragged: several batches of 4, the last one short
 
@@ -44,7 +45,7 @@ def job_list(epochs: int = 2, sizes: tuple[int, ...] = SIZES) -> list[Job]:
     ]
 
 
-def make_setting(module: nn.Module, shape: tuple[int, ...], local: Local) -> Setting:
+def make_setting(module: nn.Module, shape: tuple[int, ...], local: ClientOptions) -> Setting:
     generator = torch.Generator().manual_seed(3)
     count = sum(SIZES)
     x = torch.rand(count, *shape, generator=generator)
@@ -177,7 +178,7 @@ def forms(setting: Setting) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["plain", "prox", "mixed", "per client", "memory", "mask", "trace"])
 @pytest.mark.parametrize("make", [chain, normed, branched, odd])
 def test_forms_agree_with_the_plain_engine(make: Any, kind: str) -> None:
-    setting = make_setting(make(), (2, 8, 8), Local(epochs=2, batch_size=4))
+    setting = make_setting(make(), (2, 8, 8), ClientOptions(epochs=2, batch_size=4))
     work, model = works(setting.layout.d)[kind], setting.layout.pack(setting.module)
     memory = ClientMemory(4, setting.layout.d)
     for client in range(4):
@@ -206,7 +207,7 @@ def test_forms_agree_with_the_plain_engine(make: Any, kind: str) -> None:
 )
 @pytest.mark.parametrize("make", [chain, odd])
 def test_client_options_agree(make: Any, options: dict[str, Any]) -> None:
-    setting = make_setting(make(), (2, 8, 8), Local(epochs=2, batch_size=4, **options))
+    setting = make_setting(make(), (2, 8, 8), ClientOptions(epochs=2, batch_size=4, **options))
     work, model = works(setting.layout.d)["plain"], setting.layout.pack(setting.module)
     expected = list(Sequential(setting).run(model, work, job_list(), None))
     for engine in forms(setting).values():
@@ -224,7 +225,7 @@ def test_memory_that_two_layers_look_at_is_left_alone() -> None:
             return self.a(torch.relu(x.flatten(1))) + self.b(torch.flatten(x, 1))  # type: ignore[no-any-return]
 
     torch.manual_seed(1)
-    setting = make_setting(Shared(), (2, 8, 8), Local(epochs=2, batch_size=4))
+    setting = make_setting(Shared(), (2, 8, 8), ClientOptions(epochs=2, batch_size=4))
     model, work = setting.layout.pack(setting.module), works(setting.layout.d)["plain"]
     expected = list(Sequential(setting).run(model, work, job_list(), None))
     assert stacked.supported(setting)
@@ -233,7 +234,7 @@ def test_memory_that_two_layers_look_at_is_left_alone() -> None:
 
 
 def test_a_chain_on_flat_samples_agrees() -> None:
-    setting = make_setting(flat(), (8,), Local(epochs=2, batch_size=4))
+    setting = make_setting(flat(), (8,), ClientOptions(epochs=2, batch_size=4))
     model = setting.layout.pack(setting.module)
     for work in works(setting.layout.d).values():
         if not work.memory:
@@ -243,7 +244,7 @@ def test_a_chain_on_flat_samples_agrees() -> None:
 
 
 def test_stragglers_stop_early_in_every_form() -> None:
-    setting = make_setting(chain(), (2, 8, 8), Local(epochs=3, batch_size=4))
+    setting = make_setting(chain(), (2, 8, 8), ClientOptions(epochs=3, batch_size=4))
     work = Work(rate=torch.full((3,), 0.1, dtype=torch.float64))
     jobs = [Job(j.client, j.samples, 1 + j.client % 3, j.seed, j.position) for j in job_list(3)]
     model = setting.layout.pack(setting.module)
@@ -255,7 +256,7 @@ def test_stragglers_stop_early_in_every_form() -> None:
 
 @pytest.mark.parametrize(("make", "head"), [(chain, "10"), (normed, "10"), (branched, "last.4"), (odd, "last")])
 def test_representations_agree(make: Any, head: str) -> None:
-    setting = make_setting(make(), (2, 8, 8), Local(epochs=1, batch_size=4))
+    setting = make_setting(make(), (2, 8, 8), ClientOptions(epochs=1, batch_size=4))
     work = Work(rate=torch.full((1,), 0.1, dtype=torch.float64), represent=head)
     model = setting.layout.pack(setting.module)
     expected = list(Sequential(setting).run(model, work, job_list(1), None))
@@ -265,7 +266,7 @@ def test_representations_agree(make: Any, head: str) -> None:
 
 
 def test_representations_must_be_rows_of_numbers() -> None:
-    setting = make_setting(branched(), (2, 8, 8), Local(epochs=1, batch_size=4))
+    setting = make_setting(branched(), (2, 8, 8), ClientOptions(epochs=1, batch_size=4))
     work = Work(rate=torch.full((1,), 0.1, dtype=torch.float64), represent="last")
     for engine in (Sequential(setting), *forms(setting).values()):
         with pytest.raises(SettingError, match=r"head = 'last': is given \(15, 4, 4\) for a sample"):
@@ -273,7 +274,7 @@ def test_representations_must_be_rows_of_numbers() -> None:
 
 
 def test_representations_are_made_without_dropout() -> None:
-    setting = make_setting(chain(dropout=0.5), (2, 8, 8), Local(epochs=1, batch_size=4))
+    setting = make_setting(chain(dropout=0.5), (2, 8, 8), ClientOptions(epochs=1, batch_size=4))
     network = stacked.StackedNetwork(setting, 2)
     network.w.copy_(setting.layout.pack(setting.module).w)
     x, module = setting.x[:6], setting.module.eval()
@@ -284,7 +285,7 @@ def test_representations_are_made_without_dropout() -> None:
 
 @pytest.mark.parametrize("form", ["stacked", "vmap"])
 def test_dropout_differs_between_clients_and_repeats_by_seed(form: str) -> None:
-    setting = make_setting(chain(dropout=0.5), (2, 8, 8), Local(epochs=1, batch_size=4))
+    setting = make_setting(chain(dropout=0.5), (2, 8, 8), ClientOptions(epochs=1, batch_size=4))
     same = torch.arange(8)
     jobs = [Job(client=i, samples=same, epochs=1, seed=7, position=i) for i in range(3)]  # alike in all but their dropout
     work, model = Work(rate=torch.full((1,), 0.5, dtype=torch.float64)), setting.layout.pack(setting.module)
@@ -296,7 +297,7 @@ def test_dropout_differs_between_clients_and_repeats_by_seed(form: str) -> None:
 
 def test_padding_moves_nothing() -> None:
     """A client trains to the same bits whatever larger clients stand beside it, and batch statistics never see padding."""
-    setting = make_setting(odd(), (2, 8, 8), Local(epochs=2, batch_size=4))
+    setting = make_setting(odd(), (2, 8, 8), ClientOptions(epochs=2, batch_size=4))
     work, model = works(setting.layout.d)["plain"], setting.layout.pack(setting.module)
     alone = joined(list(Batched(setting, VmappedNetwork).run(model, work, [job_list()[2]], None)))
     beside = joined(list(Batched(setting, VmappedNetwork).run(model, work, job_list(), None)))
@@ -333,7 +334,7 @@ def test_whole_runs_agree(algorithm: str, model: str, split: str) -> None:
 def test_deep_branches_agree(model: str) -> None:
     """One step: with a handful of samples, single units of ReLU that fall to the other side of zero move the gradient by a percent,
     torch's own in float32 against float64 as well."""
-    setting = make_setting(models.build(model, (3, 32, 32), 3, seed=1), (3, 32, 32), Local(epochs=1, batch_size=16))
+    setting = make_setting(models.build(model, (3, 32, 32), 3, seed=1), (3, 32, 32), ClientOptions(epochs=1, batch_size=16))
     work, start = Work(rate=torch.full((1,), 0.01, dtype=torch.float64)), setting.layout.pack(setting.module)
     jobs = job_list(1)[:2]
     expected = list(Sequential(setting).run(start, work, jobs, None))
@@ -343,7 +344,7 @@ def test_deep_branches_agree(model: str) -> None:
 @pytest.mark.parametrize("model", ["mnist-cnn", "vgg11"])
 def test_larger_models_agree(model: str) -> None:
     shape = (1, 28, 28) if model == "mnist-cnn" else (3, 32, 32)
-    setting = make_setting(models.build(model, shape, 3, seed=1), shape, Local(epochs=1, batch_size=4))
+    setting = make_setting(models.build(model, shape, 3, seed=1), shape, ClientOptions(epochs=1, batch_size=4))
     work, start = Work(rate=torch.full((1,), 0.01, dtype=torch.float64)), setting.layout.pack(setting.module)
     jobs = job_list(1)[1:3]
     expected = list(Sequential(setting).run(start, work, jobs, None))
@@ -433,7 +434,7 @@ def test_options_that_are_not_written_out_are_left_alone(layer: nn.Module) -> No
 
 
 def test_running_out_of_memory_halves_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    setting = make_setting(chain(), (2, 8, 8), Local(epochs=2, batch_size=4))
+    setting = make_setting(chain(), (2, 8, 8), ClientOptions(epochs=2, batch_size=4))
     work, model = works(setting.layout.d)["plain"], setting.layout.pack(setting.module)
     expected = list(Sequential(setting).run(model, work, job_list(), None))
     engine = Batched(setting, stacked.StackedNetwork)
@@ -452,7 +453,7 @@ def test_running_out_of_memory_halves_the_chunk(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_chunks_are_cut_to_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    setting = make_setting(chain(), (2, 8, 8), Local(epochs=1, batch_size=4))
+    setting = make_setting(chain(), (2, 8, 8), ClientOptions(epochs=1, batch_size=4))
     each = 4 * (6 * setting.layout.d + 4 * 4 * batched.activations(setting))
     monkeypatch.setattr(batched, "free_memory", lambda device: 7 * each)
     groups = list(Batched(setting, stacked.StackedNetwork).groups(job_list(1)))
@@ -461,7 +462,7 @@ def test_chunks_are_cut_to_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_activations_are_counted() -> None:
     module = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(256, 3))
-    setting = make_setting(module, (2, 8, 8), Local(epochs=1, batch_size=4))
+    setting = make_setting(module, (2, 8, 8), ClientOptions(epochs=1, batch_size=4))
     assert batched.activations(setting) == 256 + 256 + 256 + 3 + 3  # the last output counts for the chain as well
 
 
@@ -469,7 +470,7 @@ def test_auto_says_what_it_picked() -> None:
     config = fedagg.Config(threads=2)
 
     def note(module: nn.Module) -> str:
-        return choose.pick(make_setting(module, (2, 8, 8), Local(1, 4)), config).note
+        return choose.pick(make_setting(module, (2, 8, 8), ClientOptions(1, 4)), config).note
 
     assert "stacked" in note(nn.Sequential(nn.Flatten(), nn.Linear(128, 3)))
     assert "thread" in note(chain())
@@ -614,7 +615,7 @@ def test_any_network_of_these_layers_has_autograds_gradients(steps: list[tuple[s
     torch.manual_seed(5)
     n, batch = 2, 4
     module, x, y = Drawn(steps), torch.randn(n * batch, 3, 6, 6), torch.arange(n * batch) % 3
-    setting = Setting(module, x, y, 3, Local(epochs=1, batch_size=batch), torch.device("cpu"))
+    setting = Setting(module, x, y, 3, ClientOptions(epochs=1, batch_size=batch), torch.device("cpu"))
     assert stacked.supported(setting)
     network, start = stacked.StackedNetwork(setting, n), setting.layout.pack(module)
     network.w.copy_(start.w.expand(n, -1))
@@ -637,7 +638,7 @@ class OnGPU(torch.Tensor):
 def test_a_gpu_without_triton_steps_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "fedagg.engines.fused", raising=False)
-    setting = make_setting(nn.Linear(6, 3), (6,), Local(epochs=2, batch_size=4))
+    setting = make_setting(nn.Linear(6, 3), (6,), ClientOptions(epochs=2, batch_size=4))
     network = VmappedNetwork(setting, 2)
     network.w = network.w.as_subclass(OnGPU)
     stage = batched.Stage(batched.Shape(2, 4, False, False, False, False, False), network, 2, setting)
@@ -660,7 +661,7 @@ class OnSphere(nn.Module):
 
 
 def test_what_a_warm_up_made_of_empty_weights_is_in_nobodys_mean_gradient() -> None:
-    setting = make_setting(OnSphere(), (6,), Local(epochs=2, batch_size=4))
+    setting = make_setting(OnSphere(), (6,), ClientOptions(epochs=2, batch_size=4))
     work, model, jobs = works(setting.layout.d)["trace"], setting.layout.pack(setting.module), job_list(sizes=(8, 8))
     engine = Batched(setting, VmappedNetwork)
     engine.stage(work, 2, 4, 4).step()  # as a captured graph's first step, on whatever lies there

@@ -19,13 +19,14 @@ from fedagg import algorithms, checkpoint, federation
 from fedagg import clients as clients_module
 from fedagg.algorithms.fedagg import LOSS_JUMP, FedAgg, worse
 from fedagg.cli import show
-from fedagg.clients import Clients, NoClients
+from fedagg.clients import Clients, NoClients, Yardstick
 from fedagg.engines import distributed
-from fedagg.engines.base import Chunk, Job, Local, Work
 from fedagg.faults import KINDS, Faults
 from fedagg.flat import Model
 from fedagg.memory import ClientMemory
 from fedagg.quantize import Downlink
+from fedagg.server import Server
+from fedagg.work import Chunk, ClientOptions, Job, Work
 
 D = 21
 
@@ -61,7 +62,7 @@ def federation_of(count: int, faults: Faults, t: int = 0, engine: Any = None, **
         ids=list(range(count)),
         samples=lambda client: torch.arange(10 + client),
         total=count,
-        local=Local(epochs=3, batch_size=5),
+        local=ClientOptions(epochs=3, batch_size=5),
         seed=0,
         model=Model(torch.zeros(D), torch.zeros(2)),
         faults=faults,
@@ -186,14 +187,14 @@ def test_a_round_with_no_valid_client_changes_nothing_and_says_so(
 ) -> None:
     """Nobody answers in rounds 3 and 5: the model and everything that is remembered stay as they were."""
     monkeypatch.setattr(Faults, "drops", lambda self, t, client: t in (2, 4))
-    monkeypatch.setattr(federation, "personal_accuracy", lambda *_: 0.5)
+    monkeypatch.setattr(federation.Simulation, "personal_accuracy", lambda _: 0.5)
     seen: list[dict[str, Tensor]] = []
-    freeze = federation.freeze
-    monkeypatch.setattr(federation, "freeze", lambda *args: seen.append(freeze(*args).tensors) or freeze(*args))
+    freeze = Server.freeze
+    monkeypatch.setattr(Server, "freeze", lambda self, done: seen.append(freeze(self, done).tensors) or freeze(self, done))
     result = tiny.job(rounds=6, out=tmp_path / "run", engine=engine, **tiny.STATEFUL[name])
     for t in (2, 4):
         before, after = seen[t], seen[t + 1]
-        keep = before.keys() - {"average", "downlink"}
+        keep = before.keys() - {"average"}
         assert [key for key in keep if not torch.equal(before[key], after[key])] == []
         assert result.history[t]["unchanged"] is True
         assert result.history[t]["left_out"] == result.history[t]["participants"] == 3
@@ -356,12 +357,12 @@ def test_fedagg_takes_back_a_step_after_which_everybody_blows_up_but_not_one_aft
 
 def test_lengths_of_a_round_that_fedagg_takes_back_are_not_usual_ones() -> None:
     """Else one round in which everybody goes too far would let absurd clients pass for good."""
-    algorithm = started()
+    algorithm, yardstick = started(), Yardstick()
 
     def usual_after(t: int, **script: float) -> float:
-        clients = federation_of(8, Faults(), t=t, engine=Scripted(**script), carried=algorithm.state)
+        clients = federation_of(8, Faults(), t=t, engine=Scripted(**script), yardstick=yardstick)
         algorithm.round(clients.model, clients)
-        return algorithm.number("yardstick")
+        return yardstick.length
 
     usual = usual_after(0)
     assert usual > 0

@@ -63,7 +63,7 @@ def test_agrees_with_the_simulator(method):
     alone = simulated(name, **changes)
     strategy, _ = federated(name, **changes)
     w = strategy.layout.pack(alone.model).w
-    assert torch.allclose(strategy.algorithm.reported(strategy.now).w, w, rtol=0, atol=1e-5)
+    assert torch.allclose(strategy.server.algorithm.reported(strategy.server.model).w, w, rtol=0, atol=1e-5)
     assert (w - strategy.layout.pack(model(name)).w).norm() > 0.01
     for here, there in zip(strategy.book.history, alone.history, strict=True):
         for key in ("participants", "bytes_up", "bytes_down", "samples", "passes", "left_out"):
@@ -213,7 +213,7 @@ def test_a_bad_answer_costs_one_client_one_round(kind):
     assert about[1]["left_out"] == {"2": cause}
     assert about[1]["clients"] == [0, 1, 3]
     assert about[1]["nodes"]["2"] == "1002"
-    assert torch.isfinite(strategy.now.w).all()
+    assert torch.isfinite(strategy.server.model.w).all()
     assert rows[2]["loss"] < rows[0]["loss"]
 
 
@@ -232,7 +232,7 @@ def test_numbers_beside_the_update_cannot_spoil_what_a_method_remembers(method, 
     strategy, _ = federated(tamper=spoil(2, how), **options)
     missing, _ = federated(tamper=spoil(2, BAD["missing"][0]), **options)
     assert strategy.about[1]["left_out"] == {"2": cause}
-    assert torch.equal(strategy.now.w, missing.now.w)
+    assert torch.equal(strategy.server.model.w, missing.server.model.w)
 
 
 @pytest.mark.parametrize("times", [1.5, 1e-3])
@@ -265,7 +265,7 @@ def test_training_that_blows_up_is_judged_as_in_the_simulator():
     strategy, _ = federated("lenet5", **options)
     assert [row["left_out"] for row in strategy.book.history] == [row["left_out"] for row in alone.history] == [3, 3, 3]
     assert strategy.about[0]["left_out"]["2"] == "not finite"
-    assert torch.allclose(strategy.now.w, strategy.layout.pack(alone.model).w, rtol=0, atol=1e-5)
+    assert torch.allclose(strategy.server.model.w, strategy.layout.pack(alone.model).w, rtol=0, atol=1e-5)
 
 
 class LyingGrid(HereGrid):
@@ -425,7 +425,7 @@ def test_a_node_that_lacks_the_last_class_takes_part_in_fedgh():
     alone = fedagg.run(
         strategy.config, data=fedagg.Dataset(x, y, x, y), model=small(), parts=[range(12), range(12, 24), range(24, 36)]
     )
-    assert torch.allclose(strategy.now.w, strategy.layout.pack(alone.model).w, rtol=0, atol=1e-5)
+    assert torch.allclose(strategy.server.model.w, strategy.layout.pack(alone.model).w, rtol=0, atol=1e-5)
 
 
 TABLES = {
@@ -467,7 +467,7 @@ def test_a_second_answer_does_not_count():
     twice = spoil(1, lambda sent, reply: [reply, reply])
     once, _ = federated(algorithm="fedagg", participation=1.0)
     strategy, _ = federated(tamper=twice, algorithm="fedagg", participation=1.0)
-    assert torch.equal(once.now.w, strategy.now.w)
+    assert torch.equal(once.server.model.w, strategy.server.model.w)
     assert strategy.about[1]["remarks"] == {"1": "answered twice; the first answer counts"}
 
 
@@ -510,7 +510,7 @@ def test_an_answer_after_the_deadline_is_not_used_and_not_an_error(method, same_
         runs[kind] = strategy
         assert grid.late == []
     slow, deaf = runs[SlowGrid], runs[DeafGrid]
-    assert torch.equal(slow.now.w, deaf.now.w)
+    assert torch.equal(slow.server.model.w, deaf.server.model.w)
     assert [row["clients"] for row in slow.about] == [[0, 1, 2, 3], [0, 1, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
     assert [row["left_out"] for row in slow.about] == [{}, {"2": "no answer in time"}, {}, {}]
     assert [row["nodes"]["2"] for row in slow.about] == ["1002"] * 4
@@ -536,8 +536,8 @@ def test_a_client_that_was_left_out_remembers_what_it_remembered_before():
     lost, _ = federated(tamper=spoil(2, BAD["not a number"][0]), algorithm="feddyn", participation=1.0, rounds=4)
     missing, _ = federated(tamper=spoil(2, BAD["missing"][0]), algorithm="feddyn", participation=1.0, rounds=4)
     never, _ = federated(algorithm="feddyn", participation=1.0, rounds=4)
-    assert torch.equal(lost.now.w, missing.now.w)
-    assert not torch.equal(lost.now.w, never.now.w)
+    assert torch.equal(lost.server.model.w, missing.server.model.w)
+    assert not torch.equal(lost.server.model.w, never.server.model.w)
 
 
 def test_too_few_answers_skip_the_round():
@@ -556,9 +556,9 @@ def test_a_skipped_round_leaves_the_servers_state_alone():
     options = {"algorithm": "fedagg", "downlink_bits": 2, "participation": 1.0}
     skipped, _ = federated(tamper=silence, quorum=NODES, rounds=2, **options)
     before, _ = federated(rounds=1, **options)
-    assert skipped.downlink.error is None
-    assert torch.equal(skipped.now.w, before.now.w)
-    assert all(torch.equal(value, before.algorithm.state[name]) for name, value in skipped.algorithm.state.items())
+    assert skipped.server.downlink.error is None
+    assert torch.equal(skipped.server.model.w, before.server.model.w)
+    assert all(torch.equal(value, before.server.algorithm.state[name]) for name, value in skipped.server.algorithm.state.items())
 
 
 def test_an_answer_that_is_no_use_does_not_count_for_the_quorum():
@@ -580,7 +580,7 @@ def test_a_round_that_is_skipped_in_its_second_pass_leaves_the_servers_state_alo
     skipped, _ = federated(tamper=silence, quorum=NODES, rounds=2, **options)
     before, _ = federated(rounds=1, **options)
     assert skipped.book.history[1]["unchanged"] is True
-    assert all(torch.equal(value, before.algorithm.state[name]) for name, value in skipped.algorithm.state.items())
+    assert all(torch.equal(value, before.server.algorithm.state[name]) for name, value in skipped.server.algorithm.state.items())
 
 
 @pytest.mark.parametrize(("gone", "then"), [({1003}, set()), (set(), {1000})])
@@ -601,7 +601,7 @@ def test_a_rehearsal_is_looked_up_by_client(gone, then):
 
     strategy = Watched(model(), settings(variant="paper", estimator="pretrain", participation=1.0, rounds=2))
     strategy.run(grid, wait=0)
-    rows = strategy.algorithm.state["rehearsed_beta"]
+    rows = strategy.server.algorithm.state["rehearsed_beta"]
     beta = {int(client): value for t, client, value in rows.tolist() if t == 1}
     bounds = {client: high for t, client, high in orders if t == 1 and high is not None}
     assert bounds.keys() == {0, 1, 2, 3} - {node - 1000 for node in then}
@@ -615,7 +615,7 @@ def test_more_rounds_are_rehearsed_from_where_the_run_began(tmp_path):
     grown, _ = federated(rounds=4, out=tmp_path / "run", **options)
     simulated(rounds=2, out=tmp_path / "alone", **options)
     alone = simulated(rounds=4, resume=tmp_path / "alone", **options)
-    assert torch.allclose(grown.now.w, grown.layout.pack(alone.model).w, rtol=0, atol=1e-5)
+    assert torch.allclose(grown.server.model.w, grown.layout.pack(alone.model).w, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("setting", ["normalize", "validation", "dropout_rate", "flip_rate"])
@@ -694,7 +694,7 @@ def test_a_restarted_server_goes_on_as_if_nothing_had_happened(method, tmp_path)
     again = FedAggStrategy(model(), config, out=tmp_path / "cut")
     assert again.done == 2
     again.run(nodes(), wait=0)
-    assert torch.equal(again.now.w, whole.now.w)
+    assert torch.equal(again.server.model.w, whole.server.model.w)
     files = [tmp_path / run / name for run in ("cut", "whole") for name in ("clients.jsonl", "model.safetensors")]
     assert files[0].read_text() == files[2].read_text()
     assert files[1].read_bytes() == files[3].read_bytes()
@@ -716,7 +716,7 @@ def test_what_nodes_remember_of_another_run_is_not_taken_for_this_one(other, tmp
     FedAggStrategy(model(), settings(algorithm=other, rounds=2)).run(nodes(), wait=0)
     again = FedAggStrategy(model(), config, out=tmp_path / "cut")
     again.run(nodes(), wait=0)
-    assert torch.equal(again.now.w, whole.now.w)
+    assert torch.equal(again.server.model.w, whole.server.model.w)
 
 
 def test_settings_come_from_the_run_configuration():

@@ -35,8 +35,8 @@ def test_secure_aggregation_gives_the_same_model(method):
     clear, _ = federated(algorithm=method, participation=1.0)
     strategy, _ = secured(algorithm=method)
     start = clear.layout.pack(model()).w
-    gone = (clear.now.w - start).norm()
-    assert (strategy.now.w - clear.now.w).norm() < 0.02 * gone
+    gone = (clear.server.model.w - start).norm()
+    assert (strategy.server.model.w - clear.server.model.w).norm() < 0.02 * gone
     assert [row["clients"] for row in strategy.about] == [list(range(NODES))] * 3
     assert strategy.book.history[-1]["accuracy"] == pytest.approx(clear.book.history[-1]["accuracy"], abs=0.03)
 
@@ -103,10 +103,12 @@ def test_central_clipping_and_noise_wrap_the_strategy():
     grid = HereGrid(client_app(model, node, mods=[fixedclipping_mod]), NODES)
     inner = FedAggStrategy(model(), settings(algorithm="fedavg", participation=1.0, lr=0.5, rounds=2))
     outer = DifferentialPrivacyClientSideFixedClipping(inner, 0.1, 0.5, NODES)
+    clear, aggregate = [], inner.aggregate_train
+    inner.aggregate_train = lambda *args: (made := aggregate(*args), clear.append(made[0]["weights"].numpy()))[0]
     result = outer.start(grid, inner.arrays(), num_rounds=2, timeout=10.0)
     inner.finish(result.arrays)
     assert all(moved == pytest.approx(0.5, rel=1e-3) for row in inner.about for moved in row["moved"])
-    noise = result.arrays["weights"].numpy() - inner.now.w.numpy()
+    noise = result.arrays["weights"].numpy() - clear[-1]
     assert noise.std() == pytest.approx(0.1 * 0.5 / NODES, rel=0.05)
 
 
@@ -128,8 +130,8 @@ def test_the_new_model_is_the_plain_mean_of_clipped_updates_and_noise():
     updates = [torch.from_numpy(m.content["arrays"]["weights"].numpy()).double() - begin for m, _ in grid.received if trains(m)]
     assert min(update.norm() for update in updates) > CLIP
     expected = begin + sum(CLIP * update / update.norm() for update in updates) / NODES
-    assert torch.allclose(quiet.now.w.double(), expected, rtol=0, atol=1e-6)
-    noises = [private(Privacy(CLIP, 2.0), algorithm="fedavg", rounds=1)[0].now.w.double() - expected for _ in range(2)]
+    assert torch.allclose(quiet.server.model.w.double(), expected, rtol=0, atol=1e-6)
+    noises = [private(Privacy(CLIP, 2.0), algorithm="fedavg", rounds=1)[0].server.model.w.double() - expected for _ in range(2)]
     for noise in noises:
         assert float(noise.std()) == pytest.approx(2.0 * CLIP / NODES, rel=0.03)
     # The run's seed is no secret; the noise does not come from it.
@@ -144,7 +146,7 @@ def test_one_client_moves_the_model_by_at_most_its_share(kind):
     moved = {}
     for name, tamper in (("spoilt", lambda s, r: one(s, as_round(r))), ("silent", lambda s, r: two(s, as_round(r)))):
         strategy, _ = private(Privacy(CLIP, 1e-9), tamper, algorithm="fedavg", rounds=1)
-        moved[name] = strategy.now.w
+        moved[name] = strategy.server.model.w
     gap = float((moved["spoilt"] - moved["silent"]).norm())
     if kind == "longer":
         assert gap == pytest.approx(CLIP / NODES, rel=1e-3)
@@ -181,7 +183,7 @@ def test_nodes_and_record_learn_nothing_but_the_noisy_sum(method, monkeypatch):
         orders = [(m.metadata.dst_node_id, contents(m)) for m, _ in grid.sent if trains(m)]
         hidden = ("seconds", "loss", "accuracy")  # the time, and the nodes' own test results
         rows = [{k: v for k, v in row.items() if k not in hidden} for row in strategy.book.history]
-        seen.append((orders, rows, strategy.about, strategy.now.w.tolist()))
+        seen.append((orders, rows, strategy.about, strategy.server.model.w.tolist()))
     assert seen[0] == seen[1]
     assert len(seen[0][0]) == 4 * NODES
     assert not {"train_loss", "drift", "rate_mean"} & set(seen[0][1][0])
@@ -254,7 +256,7 @@ def test_under_privacy_a_round_does_not_tell_who_answered():
         FedAggStrategy(model(), settings(), privacy=Privacy(CLIP, 1.0), quorum=2)
     silent, _ = private(Privacy(CLIP, 1.0), lambda sent, reply: [], algorithm="fedavg", rounds=1)
     assert silent.book.history[0]["epsilon"] == epsilon(1, 1.0, 1e-5)
-    assert not torch.equal(silent.now.w, silent.layout.pack(model()).w)
+    assert not torch.equal(silent.server.model.w, silent.layout.pack(model()).w)
 
 
 def test_noise_does_not_move_what_is_frozen():
@@ -263,8 +265,8 @@ def test_noise_does_not_move_what_is_frozen():
         model("lenet5"), settings(algorithm="fedbabu", participation=1.0, rounds=1), privacy=Privacy(CLIP, 1.0)
     )
     strategy.run(grid, wait=0)
-    moved = strategy.now.w - strategy.layout.pack(model("lenet5")).w
-    frozen = strategy.algorithm.state["mask"] == 0
+    moved = strategy.server.model.w - strategy.layout.pack(model("lenet5")).w
+    frozen = strategy.server.algorithm.state["mask"] == 0
     assert 0 < int(frozen.sum()) < len(moved)
     assert torch.equal(moved[frozen], torch.zeros_like(moved[frozen]))
     assert moved[~frozen].norm() > 0
@@ -312,7 +314,7 @@ def test_fedagg_trains_quiet_nodes_as_it_trains_others():
     grid = HereGrid(client_app(model, node, quiet=True), NODES)
     strategy = FedAggStrategy(model(), settings(algorithm="fedagg", participation=1.0))
     strategy.run(grid, wait=0)
-    went = [s.now.w - s.layout.pack(model()).w for s in (strategy, others)]
+    went = [s.server.model.w - s.layout.pack(model()).w for s in (strategy, others)]
     assert float(torch.cosine_similarity(*went, dim=0)) > 0.95
 
 

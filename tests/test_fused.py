@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
-from fedagg.engines.base import Local, Setting
-from fedagg.engines.conv import Loop, make_convolution
+from fedagg.engines.base import Setting
+from fedagg.engines.conv import Loop
 from fedagg.engines.fused import FusedConvolution, FusedNorm, FusedPool, WindowPool, fuse, fused_step
-from fedagg.engines.stacked import BatchNorm, Concatenate, Layer, MaxPool, Place, ReLU, StackedNetwork
+from fedagg.engines.layers import BatchNorm, Concatenate, Layer, MaxPool, Place, ReLU
+from fedagg.engines.stacked import StackedNetwork, make_convolution
 from fedagg.flat import Model, Workspace
+from fedagg.work import ClientOptions
 from test_engines import branched
 
 
@@ -202,7 +204,7 @@ def test_a_whole_network_makes_the_same_gradients(dtype: torch.dtype) -> None:
         nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64, 5),
     )  # fmt: skip
     x, y = random(n * batch, 3, 8, 8, seed=1), torch.arange(n * batch) % 5
-    setting = Setting(chain, x, y, 5, Local(epochs=1, batch_size=batch), torch.device("cpu"))
+    setting = Setting(chain, x, y, 5, ClientOptions(epochs=1, batch_size=batch), torch.device("cpu"))
     scale = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.5, 0.5, 0.0, 0.0]])
     made = []
     for form in ("loop", "fused"):
@@ -227,7 +229,7 @@ def test_what_a_layer_is_given_in_evaluation(make: Callable[[], nn.Module]) -> N
     n, batch, module = 2, 3, make().eval()
     channels, head = (2, "last.4") if hasattr(module, "last") else (3, "head")
     x = random(n * batch, channels, 8, 8, seed=1)
-    setting = Setting(module, x, torch.arange(n * batch) % 3, 3, Local(epochs=1, batch_size=batch), torch.device("cpu"))
+    setting = Setting(module, x, torch.arange(n * batch) % 3, 3, ClientOptions(epochs=1, batch_size=batch), torch.device("cpu"))
     network = StackedNetwork(setting, n, conv="fused")
     network.w.copy_(0.3 * random(*network.w.shape, seed=2))
     network.buffers.copy_(random(*network.buffers.shape, seed=3).abs() + 0.1)
@@ -247,7 +249,7 @@ def test_what_a_layer_is_given_in_evaluation(make: Callable[[], nn.Module]) -> N
 def test_a_network_with_branches_makes_the_same_gradients() -> None:
     n, batch = 2, 3
     x, y = random(n * batch, 2, 8, 8, seed=1), torch.arange(n * batch) % 3
-    setting = Setting(branched(), x, y, 3, Local(epochs=1, batch_size=batch), torch.device("cpu"))
+    setting = Setting(branched(), x, y, 3, ClientOptions(epochs=1, batch_size=batch), torch.device("cpu"))
     made = []
     for form in ("loop", "fused"):
         network = StackedNetwork(setting, n, conv=form)
@@ -287,7 +289,7 @@ def test_channels_that_grow_in_one_piece_of_memory(dtype: torch.dtype) -> None:
         torch.manual_seed(1)
         module = Dense()
     x, y = random(n * batch, 3, 6, 6, seed=1), torch.arange(n * batch) % 5
-    setting = Setting(module, x, y, 5, Local(epochs=1, batch_size=batch), torch.device("cpu"))
+    setting = Setting(module, x, y, 5, ClientOptions(epochs=1, batch_size=batch), torch.device("cpu"))
     scale = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.5, 0.5, 0.0, 0.0]])
     made = []
     for form in ("loop", "fused"):

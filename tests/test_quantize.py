@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 import fedagg
 from fedagg import quantize, wire
-from fedagg.engines.base import Work
 from fedagg.flat import Model
 from fedagg.quantize import Downlink, Packed
+from fedagg.work import Work
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -19,10 +19,10 @@ from fedagg import plots, runs
 from fedagg.algorithms import REGISTRY
 from fedagg.cli import main
 from fedagg.config import Config
-from fedagg.engines.base import cross_entropy
 from fedagg.errors import FedaggError, SettingError
 from fedagg.report import charts, content, page, tables
 from fedagg.reproduce.results import Store
+from fedagg.work import cross_entropy
 
 SETTINGS: dict[str, Any] = {"clients": 12, "participation": 0.5, "epochs": 2, "rounds": 3, "partition": "shards"}
 
@@ -393,7 +393,7 @@ def test_a_loss_that_is_no_number_is_left_out() -> None:
     series = content.Series("x")
     config = Config()
     columns: dict[str, content.Column] = {name: [1.0, float("nan")] for name in content.FIGURES}
-    series.trials.append(content.Trial(config, 2, columns, 0.5, 0.5, float("nan"), {}))
+    series.trials.append(content.Entry(config, 2, columns, 0.5, 0.5, float("nan"), {}))
     drawn = charts.series(series)
     assert drawn["loss"] == [1.0, None]
     assert tables.spread(series, [float("nan")]) == ("", None, False)

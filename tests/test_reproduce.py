@@ -71,7 +71,7 @@ def small(mini: Path, **changes: Any) -> Spec:
     return replace(grid.load(str(mini)), seeds=1, **changes)
 
 
-def run_all(spec: Spec, store: Store, stop: Stop | None = None, jobs: int = 1) -> list[running.Outcome]:
+def run_all(spec: Spec, store: Store, stop: Stop | None = None, jobs: int = 1) -> list[running.CellResult]:
     todo = running.unfinished(list(grid.cells(spec)), store)
     (store.folder / ".partial").mkdir(parents=True, exist_ok=True)
     return list(running.run(todo, store, stop=stop or Stop(), jobs=jobs))
@@ -331,15 +331,15 @@ class Frail:
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
-    def submit(self, work: object, cell: grid.Cell) -> Future[running.Outcome]:
+    def submit(self, work: object, cell: grid.Cell) -> Future[running.CellResult]:
         Frail.asked += 1
         if Frail.asked in (2, 3):
             raise BrokenProcessPool
-        future: Future[running.Outcome] = Future()
+        future: Future[running.CellResult] = Future()
         if Frail.asked == 1:
             future.set_exception(BrokenProcessPool())
         else:
-            future.set_result(running.Outcome(cell, "done"))
+            future.set_result(running.CellResult(cell, "done"))
         return future
 
     def shutdown(self) -> None: ...
@@ -388,7 +388,7 @@ def test_time_left_goes_by_cells_of_the_same_kind(mini: Path) -> None:
     cells = list(grid.cells(spec))
     assert running.time_left(cells, [], 1) is None
     big = Cell(cells[0].row, "fedavg", cells[0].config.changed(rounds=6))
-    seen = [running.Outcome(cells[0], "done", seconds=10.0), running.Outcome(cells[1], "failed", seconds=99.0)]
+    seen = [running.CellResult(cells[0], "done", seconds=10.0), running.CellResult(cells[1], "failed", seconds=99.0)]
     assert running.time_left([big], seen, 1) == pytest.approx(20.0)
     assert running.time_left([big, big], seen, 2) == pytest.approx(20.0)
 

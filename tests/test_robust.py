@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedagg
-from fedagg.aggregate import RULES, Held, Octaves, combiner, judge, octave
+from fedagg.aggregate import RULES, Octaves, Robust, combiner, judge, octave
 from fedagg.errors import SettingError
 
 RNG = np.random.default_rng(0)
@@ -116,7 +116,7 @@ def test_sums_by_octave_are_the_sums_over_those_that_count(lengths: list[float],
 
 def test_held_rows_are_copies() -> None:
     rows = torch.ones(3, 2)
-    held = Held("median")
+    held = Robust("median")
     held.add(rows, torch.ones(1, 3), [1.0] * 3)
     rows.fill_(9.0)  # engines reuse their buffers
     assert held.total([True] * 3).tolist() == [[3.0, 3.0]]

@@ -87,7 +87,7 @@ class Octaves:
 
 
 @dataclass
-class Held:
+class Robust:
     """Robust combinations look at all clients together, so they hold every update of the round.
 
     Where all clients agree, every rule gives what they agree on. The median and the trimmed mean give each client one
@@ -124,4 +124,4 @@ RULES = ("mean", "clip", "median", "trimmed")
 def combiner(rule: str, trim: float) -> Combiner:
     if rule not in RULES:
         raise unknown("robust", rule, RULES)
-    return Octaves() if rule == "mean" else Held(rule, trim)
+    return Octaves() if rule == "mean" else Robust(rule, trim)

@@ -15,8 +15,8 @@ from fedagg import data as sets
 from fedagg import seeding
 from fedagg.config import Config, resolve
 from fedagg.data import Dataset
-from fedagg.engines.base import Loss, cross_entropy
 from fedagg.errors import SettingError, first_line
+from fedagg.work import Loss, cross_entropy
 
 
 def given(data: Dataset | None, model: nn.Module | None, parts: Sequence[Any] | None) -> dict[str, Any]:

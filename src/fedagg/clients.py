@@ -3,52 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
 
 from fedagg import seeding, wire
 from fedagg.aggregate import Combiner, combiner, judge, usual_length
-from fedagg.engines.base import Chunk, Engine, Job, Local, Work
+from fedagg.engines.base import Engine
 from fedagg.engines.distributed import Team
 from fedagg.faults import Faults
 from fedagg.flat import Model
 from fedagg.meanfield import MeanField
 from fedagg.memory import ClientMemory
 from fedagg.quantize import Downlink
-
-# What a client brings home beside vectors, in the order in which processes exchange it.
-NUMBERS = ("size", "norm2", "along", "travel", "steps", "loss", "first", "rates", "beta", "classes", "counts", "length", "fit")
+from fedagg.work import Chunk, ClientOptions, Job, Report, Work
 
 
 class NoClients(Exception):
     """Not one valid client came back, or fewer than the quorum: the round leaves the model as it was."""
 
 
-@dataclass
-class Outcome:
-    """A round's work, summed over the valid clients. Vectors are on the engine's device, numbers per client on the
-    CPU."""
+class TooFew(Exception):
+    """Fewer clients than the quorum gave a usable answer: the round is skipped, and nothing is learnt from it."""
+
+
+@dataclass(kw_only=True)
+class Numbers(Report):
+    """All that is known of n clients beside vectors, on the CPU. A number more is a line here, and one in `Gathered.add`."""
+
+    size: Tensor  # samples, (n,)
+    travel: Tensor  # Σ over steps of the rate, times what momentum makes of it, (n,)
+    norm2: Tensor  # |Δ_i|², (n,)
+    along: Tensor  # Δ_i · field, (n, m)
+    beta: Tensor | None = None  # secant smoothness along the client's path, (n,), where the work asked for a trace
+    classes: Tensor | None = None  # per-class mean representations, (n, classes, features)
+    counts: Tensor | None = None  # samples per class, (n, classes)
+
+    def columns(self) -> dict[str, Tensor]:
+        """By name, without those that nobody asked for."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+
+
+@dataclass(kw_only=True)
+class Answers(Numbers):
+    """The same, with what the server judges an answer by."""
+
+    length: Tensor  # how far the client moved per step, (n,); infinite where anything it sent is not finite
+    fits: Tensor  # does its update have the model's size? (n,), 1 or 0
+
+
+@dataclass(kw_only=True)
+class Outcome(Numbers):
+    """A round's work, summed over the valid clients. Vectors are on the engine's device, numbers per client on the CPU."""
 
     clients: list[int]
-    mean: Tensor  # Σ θ_i Δ_i, with θ_i = D_i / Σ D_j
+    theta: Tensor  # θ_i = D_i / Σ D_j, (n,)
+    mean: Tensor  # Σ θ_i Δ_i
     plain: Tensor  # (1/n) Σ Δ_i
     velocity: Tensor  # (1/n) Σ Δ_i / travel_i: minus the mean direction of a client's steps
     buffers: Tensor
-    theta: Tensor  # (n,)
-    steps: Tensor
-    travel: Tensor  # Σ over steps of the rate, times what momentum makes of it
-    norm2: Tensor  # |Δ_i|²
-    along: Tensor  # Δ_i · field, (n, m)
-    loss: Tensor
-    first: Tensor  # loss of the first mini-batch: the global model's own
-    rates: Tensor  # (n, L)
     sent: Tensor | None = None  # the work's field as the clients saw it, (m, d): rounded, if the downlink rounds
     field: MeanField | None = None  # the averages of Definition 1, when the work asked for a trace
-    beta: Tensor | None = None  # each client's secant smoothness along its path
-    classes: Tensor | None = None  # (n, classes, features)
-    counts: Tensor | None = None
+
+
+@dataclass
+class Yardstick:
+    """The longest step that was usual in any round so far: what is no longer is never absurd."""
+
+    length: float = 0.0
 
 
 @dataclass
@@ -61,7 +84,7 @@ class Clients:
     ids: list[int]
     samples: Callable[[int], Tensor]
     total: int  # clients in the federation
-    local: Local
+    local: ClientOptions
     seed: int
     model: Model
     memory: ClientMemory | None = None
@@ -71,7 +94,7 @@ class Clients:
     trim: float = 0.2
     downlink: Downlink = field(default_factory=Downlink)
     quorum: int = 1  # valid answers that a round needs
-    carried: dict[str, Tensor] = field(default_factory=dict)  # the server's state: the yardstick of absurd clients is kept in it
+    yardstick: Yardstick = field(default_factory=Yardstick)
     team: Team | None = None  # the processes that share the clients of a distributed run
 
     passes: int = 0
@@ -114,9 +137,9 @@ class Clients:
             if not self.faults.drops(self.t, client)
         ]
 
-    def yardstick(self) -> float:
-        """The longest step that was usual in any round so far."""
-        return float(self.carried.get("yardstick", 0.0))
+    def forget(self) -> None:
+        """For a method that goes back to an earlier model: what rounding kept back is of a field that is no more."""
+        self.downlink.error = None
 
     def train(self, work: Work) -> Outcome:
         """Let every participant do the work from the global model, and sum up what comes back."""
@@ -135,14 +158,14 @@ class Clients:
         self.samples_seen += sum(len(job.samples) * job.epochs for job in gathered.jobs)
         self.stragglers.update({job.client: job.epochs for job in gathered.jobs if job.epochs < self.epochs})
         self.passes += 1
-        causes = judge(gathered.lengths, gathered.fits, self.yardstick())
+        lengths = gathered.column("length")
+        causes = judge(lengths, [bool(fit) for fit in gathered.column("fits")], self.yardstick.length)
         self.left_out.update({j.client: why for j, why in zip(gathered.jobs, causes, strict=True) if why})
-        self.reported = dict(zip((job.client for job in gathered.jobs), gathered.losses(), strict=True))
+        self.reported = dict(zip((job.client for job in gathered.jobs), gathered.column("loss"), strict=True))
         self.bytes_down += len(self.ids) * wire.down(work, model, self.downlink.bits)
         self.bytes_up += len(gathered.jobs) * wire.up(work, model, self.epochs, gathered.represented())
         valid = [why is None for why in causes]
-        usual = max(self.yardstick(), usual_length(gathered.lengths, valid))
-        self.carried["yardstick"] = torch.tensor(usual, dtype=torch.float64)
+        self.yardstick.length = max(self.yardstick.length, usual_length(lengths, valid))
         if self.memory is not None:
             self.memory.keep(job.client for job, ok in zip(gathered.jobs, valid, strict=True) if ok)
         if sum(valid) < self.quorum:
@@ -153,55 +176,53 @@ class Clients:
 
 @dataclass
 class Gathered:
-    """Collects chunks: vectors into sums, numbers into lists that are read once, when all clients are done."""
+    """Collects chunks: vectors into sums, numbers into rows that are read once, when all clients are done."""
 
     robust: str
     trim: float
     team: Team | None = None  # the other processes of a distributed run
     jobs: list[Job] = field(default_factory=list)
-    lengths: list[float] = field(default_factory=list)
-    fits: list[bool] = field(default_factory=list)
-    rows: list[dict[str, Tensor]] = field(default_factory=list)
+    rows: list[dict[str, Tensor]] = field(default_factory=list)  # the columns of `Answers`
 
     def __post_init__(self) -> None:
         self.sums, self.flows, self.stats, self.traces = (combiner(self.robust, self.trim) for _ in range(4))
 
     def add(self, chunk: Chunk, work: Work, model: Model) -> None:
-        sizes = torch.tensor([float(len(job.samples)) for job in chunk.jobs], dtype=torch.float64)
-        norm2 = torch.linalg.vector_norm(chunk.delta, dim=1).double().square()
-        along = chunk.delta @ work.field.T if work.field is not None else chunk.delta[:, :0]
-        row = {
-            "size": sizes,
-            "norm2": norm2.cpu(),
-            "along": along.double().cpu(),
-            "travel": chunk.travel.double().cpu(),
-            "steps": chunk.steps.double().cpu(),
-            "loss": chunk.loss.double().cpu(),
-            "first": chunk.first.double().cpu(),
-            "rates": chunk.rates.double().cpu(),
-        }
-        fits = [numbers == chunk.delta.shape[1] for numbers in chunk.numbers]
-        sound = torch.tensor(fits) & torch.isfinite(row["norm2"]) & torch.isfinite(row["loss"])
+        fits = torch.tensor([received == chunk.delta.shape[1] for received in chunk.received])
         # Buffers that a client left alone count as such, and may be anything: a mask of infinities is nobody's fault.
         statistics = torch.where(chunk.buffers == model.buffers, 0.0, chunk.buffers - model.buffers)
+        reported = {f.name: getattr(chunk, f.name).double().cpu() for f in fields(Report)}
+        norm2 = torch.linalg.vector_norm(chunk.delta, dim=1).double().square().cpu()
+        sound = fits & torch.isfinite(norm2) & torch.isfinite(reported["loss"])
         for sent in (statistics, chunk.gradients, chunk.path, chunk.classes):
             if sent is not None:
                 sound &= torch.isfinite(sent).flatten(1).all(1).cpu()
-        lengths = (row["norm2"].sqrt() / row["steps"].clamp_min(1)).where(sound, torch.tensor(float("inf"))).tolist()
-        self.jobs += chunk.jobs
-        self.lengths += lengths
-        self.fits += fits
+        length = (norm2.sqrt() / reported["steps"].clamp_min(1)).where(sound, torch.tensor(float("inf")))
+        along = chunk.delta @ work.field.T if work.field is not None else chunk.delta[:, :0]
+        beta = None
         if chunk.gradients is not None and chunk.path is not None:
-            row["beta"] = secant_smoothness(chunk.gradients, chunk.path).double().cpu()
+            beta = secant_smoothness(chunk.gradients, chunk.path).double().cpu()
             trace = torch.cat([chunk.gradients.flatten(1), chunk.path.flatten(1)], 1)
-            self.traces.add(trace, torch.ones(1, len(chunk.jobs)), lengths)
-        if chunk.classes is not None and chunk.counts is not None:
-            row["classes"], row["counts"] = chunk.classes.cpu(), chunk.counts.cpu()
-        # An unweighted vote of 1 and a vote by data size; both are divided by their sums when those are known.
-        self.sums.add(chunk.delta, torch.stack([sizes, torch.ones_like(sizes)]), lengths)
-        self.flows.add(chunk.delta, torch.ones_like(sizes)[None], lengths, scale=1 / row["travel"].clamp_min(1e-30))
-        self.stats.add(statistics, sizes[None], lengths)
-        self.rows.append(row)
+            self.traces.add(trace, torch.ones(1, len(chunk.jobs)), length.tolist())
+        row = Answers(
+            **reported,
+            size=torch.tensor([float(len(job.samples)) for job in chunk.jobs], dtype=torch.float64),
+            travel=chunk.travel.double().cpu(),
+            norm2=norm2,
+            along=along.double().cpu(),
+            beta=beta,
+            classes=None if chunk.classes is None else chunk.classes.cpu(),
+            counts=None if chunk.counts is None else chunk.counts.cpu(),
+            length=length,
+            fits=fits,
+        )
+        self.jobs += chunk.jobs
+        self.rows.append(row.columns())
+        lengths, ones = length.tolist(), torch.ones_like(row.size)
+        # A vote by data size and one vote each; both are divided by their sums when those are known.
+        self.sums.add(chunk.delta, torch.stack([row.size, ones]), lengths)
+        self.flows.add(chunk.delta, ones[None], lengths, scale=1 / row.travel.clamp_min(1e-30))
+        self.stats.add(statistics, row.size[None], lengths)
 
     def pool(self, jobs: Sequence[Job]) -> None:
         """In a distributed run: every client's numbers to every process. Vectors stay where they are until they are summed."""
@@ -210,21 +231,30 @@ class Gathered:
             return
         place = {job.position: at for at, job in enumerate(jobs)}
         self.mine = [place[job.position] for job in self.jobs]
-        rows = {key: torch.cat([row[key] for row in self.rows]) for key in (self.rows[0] if self.rows else ())}
-        rows |= {"length": torch.tensor(self.lengths, dtype=torch.float64), "fit": torch.tensor(self.fits, dtype=torch.float64)}
-        shapes = torch.zeros(len(NUMBERS), 3, dtype=torch.int64)  # axes, and the lengths of those behind the client's
-        for at, key in enumerate(NUMBERS):
-            if key in rows:
-                shapes[at] = torch.tensor([rows[key].dim(), *rows[key].shape[1:], *([0] * (3 - rows[key].dim()))])
+        mine, names = self.columns(), [f.name for f in fields(Answers)]
+        shapes = torch.zeros(len(names), 3, dtype=torch.int64)  # axes, and the lengths of those behind the client's
+        for at, name in enumerate(names):
+            if name in mine:
+                shapes[at] = torch.tensor([mine[name].dim(), *mine[name].shape[1:], *([0] * (3 - mine[name].dim()))])
         every: dict[str, Tensor] = {}
-        for key, (axes, *lengths) in zip(NUMBERS, self.team.most(shapes).tolist(), strict=True):
+        for name, (axes, *lengths) in zip(names, self.team.most(shapes).tolist(), strict=True):
             if axes:
                 wide = torch.zeros(len(jobs), *lengths[: axes - 1], dtype=torch.float64)
                 if self.mine:
-                    wide[self.mine] = rows[key].double()
-                every[key] = self.team.sum(wide)
-        self.lengths, self.fits = every.pop("length").tolist(), [bool(fit) for fit in every.pop("fit")]
+                    wide[self.mine] = mine[name].double()
+                every[name] = self.team.sum(wide)
         self.jobs, self.rows = list(jobs), [every]
+
+    def columns(self) -> dict[str, Tensor]:
+        """What is known of all clients, by name; nothing where nobody answered."""
+        return {name: torch.cat([row[name] for row in self.rows]) for name in (self.rows[0] if self.rows else ())}
+
+    def column(self, name: str) -> list[float]:
+        return [value for row in self.rows for value in row[name].tolist()]
+
+    def represented(self) -> int:
+        """Numbers that a client sends about its classes, where the work asks for them."""
+        return sum(row[name][0].numel() for row in self.rows[:1] for name in ("classes", "counts") if name in row)
 
     def summed(self, combiner: Combiner, valid: Sequence[bool], empty: Tensor) -> Tensor:
         """The combination over all valid clients; `empty` is the result of a process that has none."""
@@ -232,40 +262,24 @@ class Gathered:
         total = combiner.total(own) if any(own) else empty
         return total if self.team is None else self.team.sum(total)
 
-    def represented(self) -> int:
-        """Numbers that a client sends about its classes, where the work asks for them."""
-        return sum(row[key][0].numel() for row in self.rows[:1] for key in ("classes", "counts") if key in row)
-
-    def losses(self) -> list[float]:
-        return [loss for row in self.rows for loss in row["loss"].tolist()]
-
     def outcome(self, valid: Sequence[bool], model: Model) -> Outcome:
-        keep = torch.tensor(valid)
-        every = {key: torch.cat([row[key] for row in self.rows])[keep] for key in self.rows[0]}
-        size, count = every["size"], int(keep.sum())
-        epochs, zero = every["rates"].shape[1], torch.zeros_like(model.w)[None]
+        keep, columns = torch.tensor(valid), self.columns()
+        numbers = {f.name: columns[f.name][keep] for f in fields(Numbers) if f.name in columns}
+        size, count = numbers["size"], int(keep.sum())
+        epochs, zero = numbers["rates"].shape[1], torch.zeros_like(model.w)[None]
         weighted, plain = self.summed(self.sums, valid, zero.repeat(2, 1)).unbind()
         trace = None
-        if "beta" in every:
+        if "beta" in numbers:
             trace = self.summed(self.traces, valid, zero.repeat(1, 2 * epochs + 1))[0] / count
         return Outcome(
+            **numbers,
             clients=[job.client for job, ok in zip(self.jobs, valid, strict=True) if ok],
+            theta=size / size.sum(),
             mean=weighted / float(size.sum()),
             plain=plain / count,
             velocity=self.summed(self.flows, valid, zero)[0] / count,
             buffers=model.buffers + self.summed(self.stats, valid, torch.zeros_like(model.buffers)[None])[0] / float(size.sum()),
-            theta=size / size.sum(),
-            steps=every["steps"],
-            travel=every["travel"],
-            norm2=every["norm2"],
-            along=every["along"],
-            loss=every["loss"],
-            first=every["first"],
-            rates=every["rates"],
             field=None if trace is None else split_trace(trace, epochs),
-            beta=every.get("beta"),
-            classes=every.get("classes"),
-            counts=every.get("counts"),
         )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fedagg import seeding
-from fedagg.engines.base import Chunk
+from fedagg.work import Chunk
 
 KINDS = ("nan", "infinity", "huge", "shape")
 
@@ -57,5 +57,5 @@ class Faults:
                 chunk.delta[row] *= 1e6
             elif kind == "shape":
                 # The second half of the update never arrives: what the server has is shorter than the model.
-                chunk.numbers[row] = size // 2
+                chunk.received[row] = size // 2
                 chunk.delta[row, size // 2 :] = 0.0

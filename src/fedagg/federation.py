@@ -21,17 +21,18 @@ from torch import Tensor, nn
 import fedagg
 from fedagg import algorithms, checkpoint, checks, engines, interrupt, models, partition, record, seeding
 from fedagg.checkpoint import Checkpoint
-from fedagg.clients import Clients, NoClients
+from fedagg.clients import Clients
 from fedagg.config import Config
 from fedagg.data import Dataset, load
-from fedagg.engines.base import Local, Loss, Setting, Work, cross_entropy
+from fedagg.engines.base import Setting, set_precision, switches_restored
 from fedagg.engines.distributed import Team
 from fedagg.errors import FedaggError, SettingError
 from fedagg.evaluate import Evaluator
 from fedagg.faults import Faults
 from fedagg.flat import Layout, Model
 from fedagg.memory import ClientMemory
-from fedagg.quantize import Downlink
+from fedagg.server import Server
+from fedagg.work import Loss, cross_entropy
 
 CHECKPOINT_SECONDS = 45.0
 CHECKPOINT_SHARE = 0.05  # of a run's time may go into checkpoints that nobody asked for by number
@@ -95,13 +96,13 @@ def finite(value: float) -> float | None:
 
 def guarded(function: Callable[P, R]) -> Callable[P, R]:
     """Memory that runs out is the user's to mend, so it is one line like every other error of the kind; and torch has as many
-    threads after a run as before."""
+    threads and the same precision after a run as before."""
 
     @functools.wraps(function)
     def careful(*args: P.args, **kwargs: P.kwargs) -> R:
-        threads = torch.get_num_threads()
         try:
-            return function(*args, **kwargs)
+            with switches_restored():
+                return function(*args, **kwargs)
         except (MemoryError, RuntimeError) as error:
             # torch says so in a class of its own on a GPU, and only in words on the CPU
             if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
@@ -109,8 +110,6 @@ def guarded(function: Callable[P, R]) -> Callable[P, R]:
             folder = kwargs.get("resume") or kwargs.get("out")
             begun = folder is not None and (Path(str(folder)) / "config.toml").exists()
             again = f", then go on with --resume {shlex.quote(str(folder))}" if begun else ""
-        finally:
-            torch.set_num_threads(threads)
         raise FedaggError(f"out of memory; lower --chunk, --batch-size or --participation, or the model{again}")
 
     return careful
@@ -146,45 +145,221 @@ def run(
         wrap: put an engine of yours around the run's own, to see (or change) what every client does.
     """
     if resume is not None and out is not None:
-        raise SettingError("out", str(out), f"a run goes on in its own folder, {resume}; leave out away")
+        raise SettingError("out", str(out), f"a resumed run continues in its own folder, {resume}; leave out `out`")
     if isinstance(model, str):
         settings["model"], model = model, None
     checks.followers(callbacks)
     config = checks.agreed(config, checks.given(data, model, parts), preset, settings)
-    device = pick_device(config.device)
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    simulation = Simulation(config, data, model, parts, loss, wrap)
+    server = simulation.server
+    with simulation.record(out, resume) as book:
+        watching = () if simulation.follows else callbacks
+        keeper = Keeper(simulation, book)
+        try:
+            for callback in watching:
+                callback.started(config, keeper.done)
+        except BaseException:
+            book.withdraw()
+            raise
+        try:
+            for t in range(keeper.done, config.rounds):
+                clock = time.perf_counter()
+                clients = server.clients(t)
+                changed = server.play(clients)
+                server.settle(t)
+                row = describe(t, clients, server.algorithm, unchanged=not changed)
+                if server.due(t) and not simulation.follows:
+                    row["loss"], row["accuracy"] = simulation.evaluator(server.shown)
+                row["seconds"] = round(time.perf_counter() - clock, 6)
+                keeper.book_round(row, clients)
+                for callback in watching:
+                    callback.round_done(row)
+                keeper.save_if_due()
+        except KeyboardInterrupt as stop:
+            keeper.interrupt(str(stop))
+        except BaseException:
+            if not book.history:  # there is nothing to go on with
+                book.withdraw()
+            raise
+        result = keeper.finish()
+    if simulation.team is not None and not result.interrupted:
+        simulation.team.part()
+    for callback in watching:
+        callback.finished(result)
+    return result
 
-    given = data = data or load(config.dataset, config.data_dir)
+
+class Simulation:
+    """The parts of a run, made from what was given and checked against each other: data, clients, network, engine and server."""
+
+    def __init__(
+        self,
+        config: Config,
+        data: Dataset | None,
+        model: nn.Module | None,
+        parts: Sequence[Any] | None,
+        loss: Loss,
+        wrap: Callable[[engines.Engine], engines.Engine] | None,
+    ) -> None:
+        self.config, self.device = config, pick_device(config.device)
+        set_precision(config.precision)
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        given = data or load(config.dataset, config.data_dir)
+        self.data = seen_data(config, given, parts)
+        parts = checks.indices(parts, self.data) if parts is not None else deal(config, self.data)
+        self.module = copy.deepcopy(model) if model is not None else build_model(config, self.data)
+        checks.try_out(config, self.module, loss, self.data, parts, self.device)
+        self.finished = copy.deepcopy(self.module)  # the trained weights go into this one
+        self.server = Server(config, algorithms.build(config.method, config.model_dump()), self.module, self.device)
+        setting = Setting(
+            self.module, self.data.x_train, self.data.y_train, self.data.classes, self.server.options, self.device, loss
+        )
+        engine = engines.build(config.engine, setting, config)
+        self.team: Team | None = getattr(engine, "team", None)
+        if self.team is not None and config.robust != "mean":
+            raise SettingError("robust", config.robust, "looks at all clients together: choose an engine other than distributed")
+        self.engine = engine if wrap is None else wrap(engine)
+        self.evaluator = Evaluator(setting, self.data.x_test, self.data.y_test)
+        self.memory = client_memory(config, len(parts), self.server) if self.server.algorithm.remembers else None
+        who = functools.partial(range, config.clients)
+        faults = faults_of(config)
+        self.server.connect(
+            who,
+            functools.partial(
+                Clients, engine=self.engine, samples=Samples(parts), memory=self.memory, faults=faults, team=self.team
+            ),
+        )
+        self.identity = fingerprint(config, given, parts, self.module, loss)
+
+    @property
+    def follows(self) -> bool:
+        """Is this one of the other processes of a distributed run? The first one evaluates and keeps the record."""
+        return self.team is not None and self.team.rank > 0
+
+    def record(self, out: str | Path | None, resume: str | Path | None) -> record.Record:
+        """The run folder: a new one, one to go on with, or none."""
+        environment = record.environment(self.device, self.engine.note, fedagg.__version__)
+        if resume is not None and not self.follows:
+            return record.Record.resume(Path(resume), self.config, self.identity)
+        book = record.Record(Path(out) if out is not None and not self.follows else None, self.config, environment)
+        if resume is not None:
+            book.resumed = checkpoint.latest(Path(resume) / "checkpoints")
+        return book
+
+    def personal_accuracy(self) -> float | None:
+        """For methods that are judged by it: the mean over some clients of the accuracy after fitting the model to each, weighted
+        by the client's own labels. A client whose labels are none of the test set's cannot be scored, and is left out."""
+        work, server = self.server.algorithm.personalised(), self.server
+        if work is None:
+            return None
+        scores = torch.zeros(2, dtype=torch.float64)  # sum and count
+        for chunk in self.engine.run(server.model, work, server.clients(self.config.rounds).jobs(), None):
+            for job, delta, buffers in zip(chunk.jobs, chunk.delta, chunk.buffers, strict=True):
+                score = self.evaluator.personal(Model(server.model.w + delta, buffers), job.samples)
+                if not math.isnan(score):
+                    scores += torch.tensor([score, 1.0])
+        total, count = (scores if self.team is None else self.team.sum(scores)).tolist()
+        return float(total / count) if count else None
+
+
+class Keeper:
+    """Keeps a run's record: books rounds, saves checkpoints, goes back to what was booked, and sums up at the end."""
+
+    def __init__(self, simulation: Simulation, book: record.Record) -> None:
+        self.simulation, self.book, self.server, self.memory = simulation, book, simulation.server, simulation.memory
+        self.settled, self.done, self.before, self.interrupted = self.server.freeze(0), 0, 0.0, False
+        if book.resumed is not None:
+            self.server.resume(book.resumed)
+            if self.memory is not None:
+                recall(book.resumed, self.memory, simulation.config.clients)
+            self.settled, self.done = book.resumed, book.resumed.round
+            self.before = float(book.resumed.facts.get("seconds", 0.0))
+        self.started = self.saved = time.perf_counter()
+        self.took = 0.0
+
+    def seconds(self) -> float:
+        return self.before + time.perf_counter() - self.started
+
+    def book_round(self, row: dict[str, Any], clients: Clients) -> None:
+        with interrupt.held_back():  # a round is booked whole or not at all
+            self.book.round(row, describe_clients(clients.t, clients))
+            if self.memory is not None:
+                self.memory.commit()
+            self.done = clients.t + 1
+            self.settled = self.server.freeze(self.done)
+
+    def save(self) -> None:
+        facts = {"seconds": self.seconds(), "identity": self.simulation.identity}
+        self.book.checkpoint(Checkpoint(self.done, self.settled.tensors, facts, memorised(self.memory)))
+
+    def save_if_due(self) -> None:
+        """Every so many rounds where the settings say so, else every minute or so, as long as it costs little."""
+        config, clock = self.simulation.config, time.perf_counter()
+        if config.checkpoint_every:
+            due = self.done % config.checkpoint_every == 0
+        else:
+            due = clock - self.saved > max(CHECKPOINT_SECONDS, self.took / CHECKPOINT_SHARE)
+        if due and self.done < config.rounds:
+            self.save()
+            self.saved = time.perf_counter()
+            self.took = self.saved - clock
+
+    def interrupt(self, why: str) -> None:
+        """Drop what the round had begun."""
+        self.interrupted = True
+        if why:
+            warnings.warn(why, stacklevel=3)
+        self.server.revive(self.settled)
+
+    def finish(self) -> Result:
+        simulation, server, history, seconds = self.simulation, self.server, self.book.history, self.seconds()
+        if self.done:
+            self.save()
+        module = server.layout.unpack(server.shown.to(torch.device("cpu")), simulation.finished)
+        self.book.model(module)
+        scored = [row for row in history if "accuracy" in row]
+        warn_about(history, scored)
+        personal = None if self.interrupted else simulation.personal_accuracy()
+        result = Result(
+            config=simulation.config,
+            history=history,
+            model=module,
+            accuracy=scored[-1]["accuracy"] if scored else math.nan,
+            best_accuracy=max((row["accuracy"] for row in scored), default=math.nan),
+            loss=scored[-1]["loss"] if scored else math.nan,
+            seconds=seconds,
+            run=self.book.folder,
+            interrupted=self.interrupted,
+            figures={} if personal is None else {"personal_accuracy": personal},
+        )
+        self.book.result(result.summary())
+        return result
+
+
+def warn_about(history: list[dict[str, Any]], scored: list[dict[str, Any]]) -> None:
+    """Say so where a run came to nothing."""
+    causes = {cause for row in history for cause in row["causes"]} - {"dropped out"}
+    if causes and all(row.get("unchanged") for row in history):
+        words = f"not one client was valid in any round ({', '.join(sorted(causes))}): the model is as it was"
+        warnings.warn(words, stacklevel=4)
+    if scored and not math.isfinite(scored[-1]["loss"]):
+        warnings.warn("the loss of the model is not finite: lower lr, or server_lr where the method has one", stacklevel=4)
+
+
+def seen_data(config: Config, data: Dataset, parts: Sequence[Any] | None) -> Dataset:
+    """The data as clients see them: without what is held back, normalised if that was asked for."""
     if config.validation and parts is not None:
         raise SettingError("validation", config.validation, "parts name samples of the whole training set; give one of the two")
     data = data.held_back(config.validation, config.seed)
     data = data.normalized() if config.normalize else data
     if config.augment != "none":
         checks.images(config.augment, data)
-    parts = checks.indices(parts, data) if parts is not None else deal(config, data)
-    module = copy.deepcopy(model) if model is not None else build_model(config, data)
-    checks.try_out(config, module, loss, data, parts, device)
-    layout, finished = Layout(module), copy.deepcopy(module)
+    return data
 
-    local = client_options(config)
-    setting = Setting(module, data.x_train, data.y_train, data.classes, local, device, loss)
-    algorithm = algorithms.build(config.method, config.model_dump())
-    now = layout.pack(module).to(device)
-    algorithm.start(now, module, layout)
-    engine = engines.build(config.engine, setting, config)
-    team: Team | None = getattr(engine, "team", None)
-    follows = team is not None and team.rank > 0  # the first process of a distributed run keeps the record
-    if team is not None and config.robust != "mean":
-        raise SettingError("robust", config.robust, "looks at all clients together: choose an engine other than distributed")
-    engine = engine if wrap is None else wrap(engine)
-    evaluator = Evaluator(setting, data.x_test, data.y_test)
-    samples = Samples(parts)
-    memory = None
-    if algorithm.remembers:
-        memory = ClientMemory(len(samples), layout.d, spills(config, len(samples), layout.d), device)
-    downlink = Downlink(config.downlink_bits, config.seed)
-    faults = Faults(
+
+def faults_of(config: Config) -> Faults:
+    return Faults(
         seed=config.seed,
         dropout=config.dropout_rate,
         straggler=config.straggler_rate,
@@ -193,151 +368,9 @@ def run(
         scale=config.flip_scale,
     )
 
-    def participants(t: int) -> Clients:
-        return Clients(
-            engine=engine,
-            t=t,
-            ids=seeding.participants(config.seed, t, config.clients, config.per_round),
-            samples=samples,
-            total=config.clients,
-            local=local,
-            seed=config.seed,
-            model=now,
-            memory=memory,
-            remember=algorithm.remember,
-            faults=faults,
-            robust=config.robust,
-            trim=config.trim,
-            downlink=downlink,
-            carried=algorithm.state,
-            team=team,
-        )
 
-    identity = fingerprint(config, given, parts, module, loss)
-    environment = record.environment(device, engine.note, fedagg.__version__)
-    if follows:
-        book, callbacks = record.Record(None, config, environment), ()
-        book.resumed = checkpoint.latest(Path(resume) / "checkpoints") if resume is not None else None
-    elif resume is not None:
-        book = record.Record.resume(Path(resume), config, identity)
-    else:
-        book = record.Record(Path(out) if out is not None else None, config, environment)
-    with book:
-        begin, average = now, now.w
-        settled = freeze(0, now, average, algorithm, downlink)
-        done, before = 0, 0.0
-        if book.resumed is not None:
-            checkpoint.same_form(settled.tensors, book.resumed.tensors)
-            settled, done, before = book.resumed, book.resumed.round, float(book.resumed.facts.get("seconds", 0.0))
-            now, average = revive(settled, algorithm, downlink, device)
-            if memory is not None:
-                recall(settled, memory, len(samples))
-        try:
-            for callback in callbacks:
-                callback.started(config, done)
-        except BaseException:
-            book.withdraw()
-            raise
-
-        def shown() -> Model:
-            return Model(average, now.buffers) if config.average else algorithm.reported(now)
-
-        def save() -> None:
-            facts = {"seconds": before + time.perf_counter() - started, "identity": identity}
-            book.checkpoint(Checkpoint(done, settled.tensors, facts, memorised(memory)))
-
-        started, saved, took, interrupted = time.perf_counter(), time.perf_counter(), 0.0, False
-        try:
-            algorithm.prepare(begin, participants, config.rounds)
-            for t in range(done, config.rounds):
-                clock = time.perf_counter()
-                clients, was, known = participants(t), now, dict(algorithm.state)
-                try:
-                    now = algorithm.round(now, clients)
-                    unchanged = clients.outcome is None and torch.equal(was.w, now.w)
-                except NoClients:
-                    unchanged = True
-                    algorithm.state |= known  # what an earlier pass of the round taught, too, is as it was
-                average = averaged(average, now, t)
-                row = describe(t, clients, algorithm, unchanged)
-                if not follows and ((t + 1) % config.eval_every == 0 or t + 1 == config.rounds):
-                    row["loss"], row["accuracy"] = evaluator(shown())
-                row["seconds"] = round(time.perf_counter() - clock, 6)
-                with interrupt.held_back():  # a round is booked whole or not at all
-                    book.round(row, describe_clients(t, clients))
-                    if memory is not None:
-                        memory.commit()
-                    done, settled = t + 1, freeze(t + 1, now, average, algorithm, downlink)
-                for callback in callbacks:
-                    callback.round_done(row)
-                clock = time.perf_counter()
-                if config.checkpoint_every:
-                    due = done % config.checkpoint_every == 0
-                else:
-                    due = clock - saved > max(CHECKPOINT_SECONDS, took / CHECKPOINT_SHARE)
-                if due and done < config.rounds:
-                    save()
-                    saved = time.perf_counter()
-                    took = saved - clock
-        except KeyboardInterrupt as stop:
-            interrupted = True
-            if str(stop):
-                warnings.warn(str(stop), stacklevel=2)
-            now, average = revive(settled, algorithm, downlink, device)  # drop what the round had begun
-        except BaseException:
-            if not book.history:  # there is nothing to go on with
-                book.withdraw()
-            raise
-        seconds = before + time.perf_counter() - started
-        if done:
-            save()
-        shown_module = layout.unpack(shown().to(torch.device("cpu")), finished)
-        book.model(shown_module)
-        causes = {cause for row in book.history for cause in row["causes"]} - {"dropped out"}
-        if causes and all(row.get("unchanged") for row in book.history):
-            words = f"not one client was valid in any round ({', '.join(sorted(causes))}): the model is as it was"
-            warnings.warn(words, stacklevel=2)
-
-        scored = [row for row in book.history if "accuracy" in row]
-        if scored and not math.isfinite(scored[-1]["loss"]):
-            warnings.warn("the loss of the model is not finite: lower lr, or server_lr where the method has one", stacklevel=2)
-
-        figures: dict[str, float] = {}
-        fit = algorithm.personalised()
-        if fit is not None and not interrupted:
-            personal = personal_accuracy(engine, participants(config.rounds), fit, now, evaluator)
-            figures |= {"personal_accuracy": personal} if math.isfinite(personal) else {}
-        result = Result(
-            config=config,
-            history=book.history,
-            model=shown_module,
-            accuracy=scored[-1]["accuracy"] if scored else math.nan,
-            best_accuracy=max((row["accuracy"] for row in scored), default=math.nan),
-            loss=scored[-1]["loss"] if scored else math.nan,
-            seconds=seconds,
-            run=book.folder,
-            interrupted=interrupted,
-            figures=figures,
-        )
-        book.result(result.summary())
-    if team is not None and not interrupted:
-        team.part()
-    for callback in callbacks:
-        callback.finished(result)
-    return result
-
-
-def client_options(config: Config) -> Local:
-    """How the configuration has clients take a step."""
-    return Local(
-        epochs=config.epochs,
-        batch_size=config.batch_size,
-        optimizer=config.client_optimizer,
-        momentum=config.momentum,
-        weight_decay=config.weight_decay,
-        clip=config.clip,
-        augment=config.augment,
-    )
+def client_memory(config: Config, clients: int, server: Server) -> ClientMemory:
+    return ClientMemory(clients, server.layout.d, spills(config, clients, server.layout.d), server.device)
 
 
 class Samples:
@@ -459,25 +492,6 @@ def fingerprint(config: Config, data: Dataset, parts: Sequence[Any], module: nn.
     return known
 
 
-def freeze(done: int, now: Model, average: Tensor, algorithm: algorithms.Algorithm, downlink: Downlink) -> Checkpoint:
-    """All that the server carries into the next round. Nothing is copied: rounds make new tensors and change none."""
-    tensors = {"w": now.w, "buffers": now.buffers, "average": average}
-    tensors |= {f"state/{name}": tensor for name, tensor in algorithm.state.items()}
-    if downlink.error is not None:
-        tensors["downlink"] = downlink.error
-    return Checkpoint(done, tensors, {})
-
-
-def revive(saved: Checkpoint, algorithm: algorithms.Algorithm, downlink: Downlink, device: torch.device) -> tuple[Model, Tensor]:
-    """Back from `freeze`, onto the device. Numbers of the state in double precision stay on the CPU, where they are used."""
-    t = saved.tensors
-    downlink.error = t.get("downlink")
-    for name, tensor in t.items():
-        if name.startswith("state/"):
-            algorithm.state[name.removeprefix("state/")] = tensor if tensor.dtype == torch.float64 else tensor.to(device)
-    return Model(t["w"].to(device), t["buffers"].to(device)), t["average"].to(device)
-
-
 def memorised(memory: ClientMemory | None) -> Iterator[dict[str, Tensor]]:
     """What the clients remember, for a checkpoint; some clients at a time, for all of it may be more than memory holds."""
     if memory is not None:
@@ -494,21 +508,3 @@ def recall(saved: Checkpoint, memory: ClientMemory, clients: int) -> None:
             raise FedaggError(f"checkpoint: what its clients remember is not {memory.d} numbers for some of {clients} clients")
         for client, row in zip(ids.tolist(), rows, strict=True):
             memory.write(int(client), row)
-
-
-def averaged(average: Tensor, now: Model, t: int) -> Tensor:
-    """The running average of the global models with that of round t: later ones weigh more (Shamir, Zhang 2013, with η = 8)."""
-    return average + 9.0 / (t + 9.0) * (now.w - average)
-
-
-def personal_accuracy(engine: engines.Engine, clients: Clients, fit: Work, model: Model, evaluator: Evaluator) -> float:
-    """Mean over some clients of the accuracy after fitting the model to each, weighted by the client's own labels; not a
-    number where all drop out. A client whose labels are none of the test set's cannot be scored, and is left out."""
-    scores = torch.zeros(2, dtype=torch.float64)  # sum and count
-    for chunk in engine.run(model, fit, clients.jobs(), None):
-        for job, delta, buffers in zip(chunk.jobs, chunk.delta, chunk.buffers, strict=True):
-            score = evaluator.personal(Model(model.w + delta, buffers), job.samples)
-            if not math.isnan(score):
-                scores += torch.tensor([score, 1.0])
-    total, count = (scores if clients.team is None else clients.team.sum(scores)).tolist()
-    return float(total / count) if count else math.nan

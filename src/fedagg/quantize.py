@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedagg import seeding
-from fedagg.engines.base import Work
+from fedagg.work import Work
 
 EXACT = 32  # bits of a number that is sent as it is
 BLOCK = 128  # numbers that share a scale; a scale is a bfloat16

@@ -24,7 +24,7 @@ def make(name: str, folder: Path) -> Callback:
     """The tracker of that name; what it writes beside the run goes under `folder`."""
     if name not in TRACKERS:
         raise unknown("track", name, TRACKERS)
-    return Patient(name, TRACKERS[name](folder))
+    return Tolerant(name, TRACKERS[name](folder))
 
 
 def scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -67,7 +67,7 @@ def unless_set(**values: str) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-class Patient:
+class Tolerant:
     """A tracker that cannot begin keeps the run from beginning. Later, a store that cannot be reached any more is no reason to lose
     the run: that is said once, and the run goes on without it."""
 

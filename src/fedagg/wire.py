@@ -7,14 +7,16 @@ whatever the model.
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from fedagg import quantize
-from fedagg.engines.base import Work
 from fedagg.flat import Model
+from fedagg.work import Report, Work
 
 FLOAT, NUMBER, FLAG = 4, 8, 1
 # Round, pass, seed, last accepted answer (2), local options (5), bounds and weights (4), form of the field (2).
 ORDER = 16 * NUMBER + 2 * FLAG
-ANSWER = 4 * NUMBER  # loss, loss of the first mini-batch, steps, samples
+ANSWER = len(fields(Report)) * NUMBER  # what a client reports, and its samples; the rates, one an epoch, are counted apart
 
 
 def down(work: Work, model: Model, bits: int = quantize.EXACT) -> int:

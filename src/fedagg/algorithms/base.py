@@ -6,13 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from fedagg.clients import Clients, Outcome
-from fedagg.engines.base import Chunk, Work
 from fedagg.errors import unknown
 from fedagg.flat import Layout, Model
+from fedagg.work import Chunk, Work
 
 
 @dataclass
@@ -24,9 +23,7 @@ class Algorithm:
     """
 
     lr: float = 0.01
-    state: dict[str, Tensor] = field(
-        default_factory=lambda: {"yardstick": torch.zeros((), dtype=torch.float64)}, init=False, repr=False
-    )
+    state: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
     name: ClassVar[str] = ""
     remembers: ClassVar[bool] = False  # do clients keep a vector from round to round?
 

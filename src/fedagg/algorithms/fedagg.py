@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from fedagg import meanfield
 from fedagg.algorithms.base import Algorithm, register
 from fedagg.clients import Clients, NoClients, Outcome
-from fedagg.engines.base import Work
 from fedagg.flat import Layout, Model
+from fedagg.work import Work
 
 LEAST_OWN = 0.1  # λ never falls below: a client that ignored its own gradient would teach the server nothing
 RATE_BAND = (0.1, 2.0)  # rates stay within these multiples of the pace
@@ -49,7 +49,6 @@ class FedAgg(Algorithm):
     def reset(self, model: Model, base: float) -> None:
         zero = torch.zeros((), dtype=torch.float64)
         self.state |= {
-            "yardstick": zero.clone(),
             "base": zero + base,  # the rate to begin with
             "w0": model.w,  # where training began
             "buffers0": model.buffers,
@@ -67,7 +66,7 @@ class FedAgg(Algorithm):
             "gradient": zero.clone(),  # the length of the clients' mean gradient
             "first_gradient": zero.clone(),
         }
-        self.keep(model, zero)
+        self.keep(model, 0.0)
 
     def number(self, name: str) -> float:
         return float(self.state[name])
@@ -111,7 +110,7 @@ class FedAgg(Algorithm):
         )
 
     def round(self, model: Model, clients: Clients) -> Model:
-        self.departure, usual = math.nan, self.state["yardstick"]
+        self.departure, usual = math.nan, clients.yardstick.length
         try:
             if self.estimator == "probe":
                 self.learn(clients.train(self.plan(self.state["phi1"], clients)))
@@ -127,7 +126,7 @@ class FedAgg(Algorithm):
         self.keep(model, usual)
         if self.unruly(out):
             self.slow_down()
-            self.state["yardstick"] = usual
+            clients.yardstick.length = usual
             return model
         self.learn(out)
         nxt = model.moved(out.mean, out.buffers)
@@ -209,22 +208,25 @@ class FedAgg(Algorithm):
         blown = [c for c, loss in clients.reported.items() if c in clients.left_out and not loss < limit]
         return len(blown) / max(1, len(clients.reported))
 
-    def keep(self, model: Model, usual: Tensor) -> None:
+    def keep(self, model: Model, usual: float) -> None:
         """Remember a model that was not broken, with its field, its account of the path, and what was a usual length before clients
         trained on it: in a round that breaks the model, absurd ones may be most."""
-        self.state |= {"good/w": model.w, "good/buffers": model.buffers, "good/yardstick": usual}
+        self.state |= {"good/w": model.w, "good/buffers": model.buffers}
+        self.state["good/yardstick"] = torch.tensor(usual, dtype=torch.float64)
         self.state |= {f"good/{name}": self.state[name] for name in KEPT}
 
     def undo(self, clients: Clients) -> Model:
         """Back to the last good model, at half the pace. What rounding kept back is of the broken field, and goes with it."""
-        clients.downlink.error = None
+        clients.forget()
+        clients.yardstick.length = self.number("good/yardstick")
         self.slow_down()
-        self.state |= {name: self.state[f"good/{name}"] for name in (*KEPT, "yardstick")}
+        self.state |= {name: self.state[f"good/{name}"] for name in KEPT}
         return Model(self.state["good/w"], self.state["good/buffers"])
 
     def restart(self, clients: Clients) -> Model:
         """Begin again from the untrained model, at a quarter of the rate."""
-        clients.downlink.error = None
+        clients.forget()
+        clients.yardstick.length = 0.0
         model = Model(self.state["w0"], self.state["buffers0"])
         self.reset(model, self.number("base") / 4)
         return model

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from fedagg.algorithms.base import Algorithm, register
 from fedagg.clients import Clients, NoClients, Outcome
-from fedagg.engines.base import Work
 from fedagg.flat import Layout, Model
 from fedagg.meanfield import MeanField, departure
+from fedagg.work import Work
 
 UNKNOWN = (float("inf"), float("inf"))  # how far two passes are apart before there are two
 
@@ -42,11 +42,8 @@ class FedAggPaper(Algorithm):
         phi2: list[Tensor] = []
         betas: list[Tensor] = []  # rows of round, client, β: who takes part may be another when training comes to the round
         accounts: list[Tensor] = []
-        # What a rehearsal carries from round to round is its own: however long it is, training begins the same.
-        downlink, carried = clients(0).downlink, dict[str, Tensor]()
-        error, downlink.error = downlink.error, None
         for t in range(rounds):
-            now, self.epsilon = replace(clients(t), model=model, carried=carried), UNKNOWN
+            now, self.epsilon = replace(clients(t), model=model), UNKNOWN
             try:
                 out, field = self.estimate(now)
             except NoClients:  # nobody to learn from: the terms of the round before, and at first none, which is a rate of zero
@@ -62,7 +59,6 @@ class FedAggPaper(Algorithm):
             betas.append(torch.stack([torch.full_like(ids, t), ids, beta], 1).double())
             account = (now.passes, now.samples_seen, now.bytes_up, now.bytes_down, *self.epsilon)
             accounts.append(torch.tensor(account, dtype=torch.float64))
-        downlink.error = error
         self.state["rehearsed_account"] = torch.stack(accounts)
         self.state |= {"rehearsed1": torch.stack(phi1), "rehearsed2": torch.stack(phi2)}
         self.state["rehearsed_beta"] = torch.cat(betas)

@@ -13,9 +13,9 @@ from torch import nn
 from fedagg import models
 from fedagg.algorithms.base import Algorithm, register
 from fedagg.clients import Clients
-from fedagg.engines.base import Work
 from fedagg.errors import SettingError
 from fedagg.flat import Layout, Model
+from fedagg.work import Work
 
 
 @register("fedbabu")

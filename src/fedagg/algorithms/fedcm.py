@@ -11,8 +11,8 @@ from torch import nn
 
 from fedagg.algorithms.base import Algorithm, register
 from fedagg.clients import Clients, Outcome
-from fedagg.engines.base import Work
 from fedagg.flat import Layout, Model
+from fedagg.work import Work
 
 
 @register("fedcm")

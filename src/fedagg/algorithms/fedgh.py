@@ -16,9 +16,9 @@ from torch.nn import functional
 from fedagg import models
 from fedagg.algorithms.base import Algorithm, register
 from fedagg.clients import Clients, Outcome
-from fedagg.engines.base import Work
 from fedagg.errors import SettingError
 from fedagg.flat import Layout, Model
+from fedagg.work import Work
 
 
 @register("fedgh")

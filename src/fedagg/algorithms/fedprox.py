@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from fedagg.algorithms.base import Algorithm, register
 from fedagg.clients import Clients
-from fedagg.engines.base import Work
+from fedagg.work import Work
 
 
 @register("fedprox")

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from fedagg.algorithms.base import Algorithm, register
 from fedagg.clients import Clients, Outcome
-from fedagg.engines.base import Chunk, Work
 from fedagg.flat import Layout, Model
+from fedagg.work import Chunk, Work
 
 
 @register("scaffold")

@@ -10,18 +10,20 @@ from fedagg import algorithms, engines
 from fedagg.bench.task import CLASSES, Task
 from fedagg.clients import Clients
 from fedagg.config import make
-from fedagg.engines.base import Local, Setting
+from fedagg.engines.base import Setting, set_precision
+from fedagg.work import ClientOptions
 
 
 def run(engine_name: str, task: Task, tick: Callable[[], None]) -> str:
     """Returns what the engine says about itself."""
     config = make({"algorithm": "fedavg", "lr": task.lr, "precision": task.precision})
-    local = Local(epochs=task.epochs, batch_size=task.batch_size)
+    local = ClientOptions(epochs=task.epochs, batch_size=task.batch_size)
     device, module, (x, y) = torch.device(task.device), task.module(), task.data()
     setting = Setting(module, x, y, CLASSES, local, device)
     method = algorithms.build("fedavg", {"lr": task.lr})
     now = setting.layout.pack(module).to(device)
     method.start(now, module, setting.layout)
+    set_precision(task.precision)
     engine = engines.build(engine_name, setting, config)
     for t in range(task.rounds + 1):
         clients = Clients(
@@ -33,7 +35,6 @@ def run(engine_name: str, task: Task, tick: Callable[[], None]) -> str:
             local=local,
             seed=task.seed,
             model=now,
-            carried=method.state,
         )
         now = method.round(now, clients)
         tick()

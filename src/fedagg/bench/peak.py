@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedagg.bench.task import Task
-from fedagg.engines.choose import set_precision
+from fedagg.engines.base import set_precision
 
 
 def rate(task: Task, seconds: float = 2.0) -> float:

@@ -12,9 +12,9 @@ import typer
 
 import fedagg
 from fedagg.cli import bench, bounds, catalogue, compare, datasets, flower, partition, plot, report, reproduce, train
+from fedagg.cli.process import leave
 from fedagg.cli.show import err, out
 from fedagg.config import ELSEWHERE
-from fedagg.engines.distributed import leave
 from fedagg.errors import FedaggError
 
 app = typer.Typer(

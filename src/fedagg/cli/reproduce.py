@@ -19,7 +19,7 @@ from fedagg.federation import Callback, Result
 from fedagg.reproduce import figures, formats, grid, running, table
 from fedagg.reproduce.grid import Cell, Spec
 from fedagg.reproduce.results import Store
-from fedagg.reproduce.running import Outcome, Stop
+from fedagg.reproduce.running import CellResult, Stop
 
 ABOUT = "a table or figure of the paper, `all`, `quick`, or a TOML file like those in experiments/paper"
 ROWS = "rows, by name or beginning, e.g. mnist-linear,cifar10-cnn-iid"
@@ -116,7 +116,7 @@ def run_all(cells: list[Cell], store: Store, jobs: int, time_limit: float | None
     if not todo:
         return 0
     stop = Stop(time.time() + time_limit if time_limit is not None else None)
-    seen: list[Outcome] = []
+    seen: list[CellResult] = []
     with Board(len(todo), jobs) as board, running.interruptible(stop):
         for outcome in running.run(todo, store, stop=stop, jobs=jobs, fetch=fetch, watch=board.watch):
             seen.append(outcome)
@@ -125,7 +125,7 @@ def run_all(cells: list[Cell], store: Store, jobs: int, time_limit: float | None
     return tell(seen, len(todo), stop)
 
 
-def tell(seen: list[Outcome], total: int, stop: Stop) -> int:
+def tell(seen: list[CellResult], total: int, stop: Stop) -> int:
     count = {status: sum(o.status == status for o in seen) for status in ("done", "failed", "no data")}
     for why in dict.fromkeys(o.message for o in seen if o.status == "no data"):
         err.print(f"[yellow]not run[/]: {why}", highlight=False, soft_wrap=True)
@@ -162,7 +162,7 @@ class Board:
     def watch(self, cell: Cell) -> list[Callback]:
         return [Rounds(cell, lambda text: self.progress.update(self.task, now=text))]
 
-    def ended(self, outcome: Outcome, todo: list[Cell], seen: list[Outcome]) -> None:
+    def ended(self, outcome: CellResult, todo: list[Cell], seen: list[CellResult]) -> None:
         self.number += 1
         seconds = running.time_left(todo, seen, self.jobs)
         left = "" if seconds is None else f"{clock(seconds)} left"

@@ -36,7 +36,7 @@ def run(
 ) -> int:
     """Train one federated model, and keep everything about it in a run folder."""
     if resume is not None and out_dir is not None:
-        raise SettingError("out", str(out_dir), f"--resume goes on in its own folder, {resume}; leave --out away")
+        raise SettingError("out", str(out_dir), f"--resume goes on in its own folder, {resume}; leave out --out")
     chosen = resumed(resume, config, settings) if resume is not None else resolve(settings, config, settings.pop("preset", None))
     folder = resume or out_dir or default_folder(chosen)
     leads = os.environ.get("RANK", "0") == "0"  # of several processes under torchrun, the first one speaks
@@ -62,7 +62,7 @@ def resumed(folder: Path, file: Path | None, settings: dict[str, Any]) -> Config
         raise SettingError("resume", str(folder), "is not a run folder: it has no config.toml")
     given = {**(read(file) if file else {}), **{k: v for k, v in settings.items() if v is not None}}
     if "preset" in given:
-        raise SettingError("preset", given["preset"], "a run goes on with its own settings; leave the preset away")
+        raise SettingError("preset", given["preset"], "a run goes on with its own settings; leave out the preset")
     config = make({**read(folder / "config.toml"), **given})
     from_python.refuse(config, "resume", folder, "fedagg.run(resume={folder!r}, {given}) and the run's settings")
     return config

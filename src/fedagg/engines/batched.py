@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from fedagg import seeding
-from fedagg.engines.augment import augmented
-from fedagg.engines.base import Chunk, Job, Memory, Setting, Stepper, Work, class_means, class_sums
+from fedagg.augment import augmented
+from fedagg.engines.base import Setting, Stepper, class_means, class_sums
 from fedagg.flat import Model, Workspace
+from fedagg.work import Chunk, Job, Memory, Work
 
 
 class Network(Protocol):
@@ -95,7 +96,11 @@ class Stage:
         self.plain = self.stepper.m is None and not self.setting.local.clip and not self.setting.local.weight_decay
         terms = (self.shape.shift, self.shape.prox, self.shape.memory, self.shape.mask)
         self.bare = self.plain and not any(terms)  # gradient descent and no more: one pass over the weights
-        self.fused = self.plain and self.network.w.is_cuda and has_triton()
+        self.fused_step: Callable[..., None] | None = None
+        if self.plain and self.network.w.is_cuda and has_triton():
+            from fedagg.engines.fused import fused_step  # only where there is Triton
+
+            self.fused_step = fused_step
         # Terms that do not depend on where the client is may follow a step along the gradient.
         follows = self.plain and not (self.shape.prox or self.shape.mask or self.shape.trace)
         self.descending = self.network if follows and isinstance(self.network, Descending) and self.network.linear else None
@@ -137,12 +142,10 @@ class Stage:
         self.loss += self.network.gradient(x, y, scale)
         if self.mean is not None:
             self.mean += self.network.g
-        if self.fused:
-            from fedagg.engines.fused import fused_step
-
+        if self.fused_step is not None:
             active = (scale[:, 0] > 0).to(scale.dtype)
-            fused_step(self.network.w, self.network.g, self.rate[:, 0] * active, self.own, self.prox, self.start,
-                       self.shift, self.memory, self.mask, self.shape.prox)  # fmt: skip
+            self.fused_step(self.network.w, self.network.g, self.rate[:, 0] * active, self.own, self.prox, self.start,
+                            self.shift, self.memory, self.mask, self.shape.prox)  # fmt: skip
         else:
             self.update((scale[:, :1] > 0).to(scale.dtype))
         self.cursor += 1

@@ -9,10 +9,11 @@ from __future__ import annotations
 import copy
 import functools
 import os
+from dataclasses import replace
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedagg.engines import stacked
 from fedagg.engines.base import Engine, Setting
@@ -26,7 +27,7 @@ from fedagg.engines.vmapped import VmappedNetwork
 from fedagg.errors import SettingError
 
 
-class Wishes(Protocol):
+class EngineOptions(Protocol):
     """What the configuration says about engines."""
 
     @property
@@ -39,37 +40,38 @@ class Wishes(Protocol):
     def threads(self) -> int: ...
 
 
-def build(name: str, setting: Setting, wishes: Wishes) -> Engine:
-    set_precision(wishes.precision)
-    setting.half = wishes.precision == "bf16"
-    lay_out(setting)
+def build(name: str, setting: Setting, options: EngineOptions) -> Engine:
+    """The engine of that name, on a setting that is its own: what it is given stays as it is."""
+    setting = replace(setting, half=options.precision == "bf16", x=ordered(setting))
     if name == "distributed" or (name == "auto" and int(os.environ.get("WORLD_SIZE", "1")) > 1):
-        return Distributed(setting, functools.partial(pick, wishes=wishes))
+        return Distributed(setting, functools.partial(pick, options=options))
     if name == "sequential":
         return Sequential(setting)
-    return batched(setting, wishes) if name == "batched" else pick(setting, wishes)
+    return batched(setting, options) if name == "batched" else pick(setting, options)
 
 
-def pick(setting: Setting, wishes: Wishes) -> Engine:
+def pick(setting: Setting, options: EngineOptions) -> Engine:
     """`auto`: what was fastest where it was measured (see the page on engines)."""
-    cores, module = wishes.threads or os.cpu_count() or 1, setting.module
+    cores, module = options.threads or os.cpu_count() or 1, setting.module
     if setting.device.type == "cpu" and any(isinstance(m, nn.RNNBase) for m in module.modules()):
         return noted(Sequential(setting), "recurrent layers gain nothing from stacking")
-    trial = Trial(setting) if wishes.model == "custom" else None
+    setting = with_graph(setting)
+    trial = Trial(setting) if options.model == "custom" else None
     if setting.device.type == "cpu" and convolves(module):
         if written(setting, trial):
             return noted(Threaded(setting, cores, stacked.StackedNetwork), "no autograd; convolutions fill a core, not several")
         if cores > 1 and not (draws(module) if trial is None else trial.draws):
             return noted(Threaded(setting, cores), "convolutions fill a core, not several")
         return noted(Sequential(setting), "convolutions on a CPU gain nothing from stacking")
-    return together(setting, wishes, trial) or noted(
+    return together(setting, options, trial) or noted(
         Sequential(setting), "the network does not train the same in a batch of clients"
     )
 
 
-def batched(setting: Setting, wishes: Wishes) -> Engine:
+def batched(setting: Setting, options: EngineOptions) -> Engine:
     """As asked for by name: whatever the device, and no other."""
-    engine = together(setting, wishes, Trial(setting) if wishes.model == "custom" else None)
+    setting = with_graph(setting)
+    engine = together(setting, options, Trial(setting) if options.model == "custom" else None)
     if engine is None:
         raise SettingError(
             "engine", "batched", "the model does not train the same in a batch of clients; choose auto or sequential"
@@ -77,7 +79,7 @@ def batched(setting: Setting, wishes: Wishes) -> Engine:
     return engine
 
 
-def together(setting: Setting, wishes: Wishes, trial: Trial | None) -> Engine | None:
+def together(setting: Setting, options: EngineOptions, trial: Trial | None) -> Engine | None:
     """All clients in one batch: written-out layers where there are all, vmap for everything else; captured on a GPU. A network that
     is on trial must pass."""
     cuda = setting.device.type == "cuda"
@@ -86,40 +88,40 @@ def together(setting: Setting, wishes: Wishes, trial: Trial | None) -> Engine | 
         form = "fused" if cuda and has_triton() else "loop"
         make = functools.partial(stacked.StackedNetwork, conv=form)
         words = "stacked layers, no autograd" + (f", {form} convolutions" if form == "fused" else "") + words
-        return Batched(setting, make, wishes.chunk, words, capture=cuda, padding=True)
+        return Batched(setting, make, options.chunk, words, capture=cuda, padding=True)
     if trial is not None and not trial.passed(VmappedNetwork, padded=False):
         return None
     padding = None if trial is None else trial.passed(VmappedNetwork, padded=True)
-    return Batched(setting, VmappedNetwork, wishes.chunk, "vmap over clients" + words, capture=cuda, padding=padding)
+    return Batched(setting, VmappedNetwork, options.chunk, "vmap over clients" + words, capture=cuda, padding=padding)
+
+
+def with_graph(setting: Setting) -> Setting:
+    """The setting with its network's layers, if they are written out. They are traced here, once: tracing is not thread-safe."""
+    return replace(setting, graph=stacked.graph_of(setting))
 
 
 def written(setting: Setting, trial: Trial | None) -> bool:
     """Is the network made of written-out layers, and of nothing else?"""
-    return stacked.supported(setting) and (trial is None or trial.passed(stacked.StackedNetwork, padded=True))
+    return setting.graph is not None and (trial is None or trial.passed(stacked.StackedNetwork, padded=True))
 
 
 def convolves(module: nn.Module) -> bool:
     return any(isinstance(m, nn.Conv2d) for m in module.modules())
 
 
-def lay_out(setting: Setting) -> None:
-    """Images in the order of memory in which a CPU convolves and pools fastest, for every engine alike, so that they round alike.
-    A module that flattens with `view` does not take it."""
+def ordered(setting: Setting) -> Tensor:
+    """The images in the order of memory in which a CPU convolves and pools fastest, for every engine alike, so that they round
+    alike; as they are where the module does not take that order, as one that flattens with `view`."""
     if setting.device.type == "cpu" and setting.x.dim() == 4 and convolves(setting.module):
         try:
             with torch.no_grad():
                 copy.deepcopy(setting.module).eval()(channels_last(setting.x[:2]))
         except RuntimeError:
-            return
-        setting.x = channels_last(setting.x)
+            return setting.x
+        return channels_last(setting.x)
+    return setting.x
 
 
 def noted(engine: Sequential | Threaded, why: str) -> Engine:
     engine.note += f" ({why})"
     return engine
-
-
-def set_precision(precision: str) -> None:
-    """tf32 or plain float32 for torch's own products; bf16 is the networks' business."""
-    torch.backends.cuda.matmul.allow_tf32 = precision != "fp32"
-    torch.backends.cudnn.allow_tf32 = precision != "fp32"

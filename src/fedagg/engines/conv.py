@@ -98,7 +98,7 @@ class Pointwise:
 
 
 def thin(x: Tensor, stride: int) -> Tensor:
-    """Every so-manieth pixel."""
+    """Every `stride`-th pixel in both directions."""
     return x if stride == 1 else x[:, :, ::stride, ::stride].contiguous(memory_format=torch.channels_last)
 
 
@@ -124,13 +124,3 @@ def channels_last(x: Tensor) -> Tensor:
     _, channels, height, width = x.shape
     strides = (channels * height * width, 1, channels * width, channels)
     return x.contiguous(memory_format=torch.channels_last).as_strided(x.shape, strides)
-
-
-def make_convolution(form: str, n: int, kernel: int, padding: int, stride: int, half: bool) -> Convolution:
-    if form == "fused" and kernel == 1 and padding == 0:
-        return Pointwise(n, stride)
-    if form == "fused":
-        from fedagg.engines.fused import FusedConvolution
-
-        return FusedConvolution(n, padding, stride)
-    return Loop(n, padding, stride, half)

@@ -9,18 +9,16 @@ from __future__ import annotations
 import atexit
 import os
 import signal
-import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import NoReturn
 
 import torch
 from torch import Tensor, distributed
 
-from fedagg.engines.base import Chunk, Engine, Job, Memory, Setting, Work
+from fedagg.engines.base import Engine, Setting
 from fedagg.errors import SettingError
 from fedagg.flat import Model
+from fedagg.work import Chunk, Job, Memory, Work
 
 
 class PeerGone(KeyboardInterrupt):
@@ -65,17 +63,6 @@ def end_cleanly(number: int, frame: FrameType | None) -> None:
     """torchrun ends the others when one process dies: once is enough, what was done is being saved."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise PeerGone("asked to stop, most likely because another process of the run is gone; start again with --resume")
-
-
-def leave(status: int) -> NoReturn:
-    """End the process. With a team, at once: its threads can abort a Python that is being taken down (pytorch/pytorch#179291).
-    So after Ctrl-C: Python would wait for threads that are in the middle of a client, and all that was asked for is written."""
-    busy = status == 130 and any(not t.daemon and t is not threading.main_thread() for t in threading.enumerate())
-    if busy or (distributed.is_available() and distributed.is_initialized()):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    sys.exit(status)
 
 
 class Distributed:

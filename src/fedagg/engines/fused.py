@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 
 from fedagg.engines import kernels
-from fedagg.engines.stacked import BatchNorm, Concatenate, MaxPool, Place, ReLU, packed, users
+from fedagg.engines.layers import BatchNorm, Concatenate, MaxPool, Place, ReLU, packed, users
 
 WIDEST = 11  # window: its pixels are numbered in a byte
 
@@ -91,7 +91,7 @@ def grow(places: list[Place]) -> None:
             place.layer = Grow(whole, first=place is whole.places[0])
     for place in places:
         if type(place.layer) is Concatenate and all(normalises(source) and count[source] == 1 for source in place.sources):
-            place.layer = Beside([cast(FusedNorm, source.layer) for source in place.sources if source is not None])
+            place.layer = DirectConcatenate([cast(FusedNorm, source.layer) for source in place.sources if source is not None])
         if isinstance(place.layer, Concatenate):
             inner = isinstance(place.layer, Grow) and not place.layer.first
             place.layer.slices = [normalises(source) or (inner and source is place.sources[0]) for source in place.sources]
@@ -249,13 +249,13 @@ class Grow(Concatenate):
         return self.whole.memory[:, :at]
 
 
-class Beside(Concatenate):
-    """What normalisations put out, side by side: they write it there themselves."""
+class DirectConcatenate(Concatenate):
+    """A concatenation of normalisations, which write their results into it directly."""
 
     def __init__(self, norms: list[FusedNorm]) -> None:
         self.channels = [norm.w.shape[1] for norm in norms]
         for number, norm in enumerate(norms):
-            norm.beside = self, sum(self.channels[:number])
+            norm.target = self, sum(self.channels[:number])
         self.memory: Tensor | None = None
 
     def room(self, x: Tensor) -> Tensor:
@@ -302,8 +302,9 @@ def pooled(x: Tensor, kept: Tensor | None, n: int) -> tuple[Tensor, Tensor]:
     return y, where
 
 
-def laid(x: Tensor) -> tuple[Tensor, int]:
-    """x (images, C, H, W) in channels-last memory, perhaps some channels of more, and how many numbers its pixels are apart."""
+def with_pitch(x: Tensor) -> tuple[Tensor, int]:
+    """x (images, C, H, W) in channels-last memory and its pitch, the distance from one pixel to the next: over C where x is a part
+    of the channels of a larger tensor."""
     _, channels, height, width = x.shape
     apart = x.stride(0) // (height * width)
     if apart > channels and x.stride() == (height * width * apart, 1, width * apart, apart):
@@ -355,11 +356,11 @@ class FusedNorm(BatchNorm):
         """`then` is what follows, too: 1 a ReLU, 2 a ReLU and pooling."""
         self.__dict__.update(vars(norm))
         self.then, self.spare = then, False
-        self.beside: tuple[Beside, int] | None = None  # whose memory the result goes to, and where in it
+        self.target: tuple[DirectConcatenate, int] | None = None  # whose memory the result goes to, and where in it
 
     def forward(self, x: Tensor) -> Tensor:
         n, channels = self.w.shape
-        x, apart = laid(x)
+        x, apart = with_pitch(x)
         self.x = x
         self.area = x.shape[2] * x.shape[3]
         self.m = x.shape[0] // n * self.area
@@ -379,18 +380,18 @@ class FusedNorm(BatchNorm):
         if self.then == 2:
             y, self.where = pooled(packed(x), self.kept, n)
             return y
-        if self.beside is not None:
-            joint, at = self.beside
+        if self.target is not None:
+            joint, at = self.target
             y = joint.room(x)[:, at : at + channels]
         else:
             y = torch.empty(x.shape, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
         grid = (triton.cdiv(self.m, tile["BM"]), blocks, n)
-        kernels.affine[grid](x, y, self.kept, self.m, channels, apart, laid(y)[1], n, RELU=self.then == 1, **tile)
+        kernels.affine[grid](x, y, self.kept, self.m, channels, apart, with_pitch(y)[1], n, RELU=self.then == 1, **tile)
         return y
 
     def backward(self, dy: Tensor, need: bool, onto: Tensor | None = None) -> Tensor:
         n, channels = self.w.shape
-        (x, apart), (dy, below) = laid(self.x), laid(dy)
+        (x, apart), (dy, below) = with_pitch(self.x), with_pitch(dy)
         height, width = x.shape[2:]
         blocks, spans, a, b = self.parts()
         tile: dict[str, Any] = self.tile()
@@ -404,7 +405,7 @@ class FusedNorm(BatchNorm):
         if not need:
             return dy
         dx = x if self.spare else torch.empty(x.shape, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
-        dx, gap = laid(dx if onto is None else onto)
+        dx, gap = with_pitch(dx if onto is None else onto)
         grid = (triton.cdiv(self.m, tile["BM"]), blocks, n)
         kernels.gradient_affine[grid](
             x, dy, self.where, dx, self.kept, slopes, self.live, self.m, height, width, channels, apart, below, gap, n,

@@ -416,7 +416,7 @@ def settle(
 
 
 @triton.jit
-def arrived(dy_ptr, where_ptr, x, n, m, c, p, q, inside, M, H, W, C, DC, THEN: tl.constexpr):
+def incoming_gradient(dy_ptr, where_ptr, x, n, m, c, p, q, inside, M, H, W, C, DC, THEN: tl.constexpr):
     """The gradient of a normalised pixel: what comes from above (THEN = 0), through a ReLU (1), through ReLU and pooling (2)."""
     if THEN == 2:
         image, row, col = m // (H * W), m // W % H, m % W
@@ -469,7 +469,7 @@ def gradient_moments(
         m = m0 + tl.arange(0, BM)
         inside = (m < M)[:, None] & (c < C)[None, :]
         x = tl.load(x_ptr + n * M * XC + m[:, None] * XC + c[None, :], mask=inside, other=0.0).to(tl.float32)
-        dy = arrived(dy_ptr, where_ptr, x, n, m, c, p, q, inside, M, H, W, C, DC, THEN)
+        dy = incoming_gradient(dy_ptr, where_ptr, x, n, m, c, p, q, inside, M, H, W, C, DC, THEN)
         a += dy
         b += dy * (x - centre[None, :])
     out = (span.to(tl.int64) * N + n) * C + c
@@ -543,7 +543,7 @@ def gradient_affine(
     u = tl.load(slope_ptr + n * C + c, mask=c < C, other=0.0)
     v = tl.load(slope_ptr + (N + n) * C + c, mask=c < C, other=0.0)
     x = tl.load(x_ptr + n * M * XC + m[:, None] * XC + c[None, :], mask=inside, other=0.0).to(tl.float32)
-    dy = arrived(dy_ptr, where_ptr, x, n, m, c, p, q, inside, M, H, W, C, DC, THEN)
+    dy = incoming_gradient(dy_ptr, where_ptr, x, n, m, c, p, q, inside, M, H, W, C, DC, THEN)
     live = tl.load(live_ptr + n * (M // (H * W)) + m // (H * W), mask=m < M, other=0.0)
     at = dx_ptr + n * M * GC + m[:, None] * GC + c[None, :]
     dx = p[None, :] * dy + live[:, None] * (u[None, :] * x + v[None, :])

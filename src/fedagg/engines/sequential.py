@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from fedagg import seeding
-from fedagg.engines.augment import augmented
-from fedagg.engines.base import Chunk, Job, Memory, Setting, Stepper, Work, class_means
+from fedagg.augment import augmented
+from fedagg.engines.base import Setting, Stepper, class_means
 from fedagg.flat import Model, Workspace
+from fedagg.work import Chunk, Job, Memory, Work
 
 
 class Sequential:

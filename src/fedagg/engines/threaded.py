@@ -1,6 +1,6 @@
-"""Several clients side by side, a thread and a core each.
+"""Several clients at a time, a thread and a core each.
 
-Convolutions of one small batch do not keep several cores busy, but one client a core does. Python's lock is no hindrance: the
+Convolutions of one small batch do not keep several cores busy, but one client a core does. Python's lock does not matter: the
 threads spend their time in kernels.
 """
 
@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedagg.engines.base import Chunk, Job, Memory, Setting, Work
+from fedagg.engines.base import Setting
 from fedagg.engines.batched import Batched, Network
 from fedagg.engines.sequential import Sequential
 from fedagg.flat import Model
+from fedagg.work import Chunk, Job, Memory, Work
 
 
 class Threaded:
@@ -25,7 +26,7 @@ class Threaded:
 
     def __init__(self, setting: Setting, threads: int, network: Callable[[Setting, int], Network] | None = None) -> None:
         self.own = threading.local()
-        # What a thread is given it keeps: were the engine among it, neither would ever go.
+        # A pool keeps the arguments of its initializer: with the engine among them, neither would ever be freed.
         self.pool = ThreadPoolExecutor(threads, initializer=prepare, initargs=(self.own, setting, network))
         self.note = f"{threads} clients at a time, a thread and a core each"
 
@@ -62,11 +63,11 @@ def trainer(
     if network is None:
         return Sequential(setting).client
     engine = Batched(setting, network, chunk=1, padding=True)
-    return lambda model, work, job, own: engine.train(model, work, [job], None if own is None else Held(own))
+    return lambda model, work, job, own: engine.train(model, work, [job], None if own is None else OneMemory(own))
 
 
 @dataclass(frozen=True)
-class Held:
+class OneMemory:
     """What one client remembers, read beforehand: a store has one reader at a time."""
 
     vector: Tensor

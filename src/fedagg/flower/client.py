@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from fedagg import algorithms, files
-from fedagg.engines.base import Chunk, Job, Local, Loss, Setting, Work, cross_entropy
+from fedagg.engines.base import Setting
 from fedagg.engines.sequential import Sequential
 from fedagg.errors import SettingError
 from fedagg.evaluate import Evaluator
@@ -32,6 +32,7 @@ from fedagg.flower import messages
 from fedagg.flower.data import NodeData, node_data
 from fedagg.flower.privacy import planned, updates_only
 from fedagg.memory import ClientMemory
+from fedagg.work import Chunk, ClientOptions, Job, Loss, Report, Work, cross_entropy
 
 
 def client_app(
@@ -97,7 +98,7 @@ def client_app(
         record = MetricRecord({"num-examples": 0})
         if node.tests and not quiet:
             at = messages.read_model(messages.one(message.content.array_records), Layout(module))
-            setting = setting_of(module, node, Local(epochs=1, batch_size=1), context, loss)
+            setting = setting_of(module, node, ClientOptions(epochs=1, batch_size=1), context, loss)
             error, accuracy = Evaluator(setting, node.data.x_test, node.data.y_test)(at.to(setting.device))
             record = MetricRecord({"num-examples": len(node.data.y_test), "loss": error, "accuracy": accuracy})
         return Message(RecordDict({"metrics": record}), reply_to=message)
@@ -107,8 +108,9 @@ def client_app(
 
 def hushed(chunk: Chunk, work: Work) -> Chunk:
     """The update as it is, and the numbers beside it as the work alone would have them."""
-    silent, rates = torch.zeros_like(chunk.loss), planned(work, torch.zeros_like(chunk.delta[0]))[None]
-    return replace(chunk, loss=silent, first=silent, rates=rates)
+    silent: dict[str, Any] = {f.name: torch.zeros_like(getattr(chunk, f.name)) for f in fields(Report)}
+    known = {"steps": chunk.steps, "rates": planned(work, torch.zeros_like(chunk.delta[0]))[None]}
+    return replace(chunk, **(silent | known))
 
 
 def client_of(context: Context) -> int:
@@ -118,7 +120,9 @@ def client_of(context: Context) -> int:
     return number
 
 
-def setting_of(module: nn.Module, node: NodeData, local: Local, context: Context, loss: Loss, head: str | None = None) -> Setting:
+def setting_of(
+    module: nn.Module, node: NodeData, local: ClientOptions, context: Context, loss: Loss, head: str | None = None
+) -> Setting:
     """`head` is the layer whose input the work asks to represent by class, if it does."""
     device = pick_device(str(context.node_config.get("device", "auto")))
     classes = node.data.classes if head is None else told_apart(module, head, node)

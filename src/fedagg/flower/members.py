@@ -10,7 +10,6 @@ from logging import INFO, WARNING, getLogger
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from fedagg import seeding
 from fedagg.flat import Layout
 from fedagg.flower.messages import MOST_SAMPLES
 
@@ -88,13 +87,6 @@ class Members:
             if len(self.nodes) + len(self.refused) >= wanted or time.monotonic() > end:
                 return
             time.sleep(0.5)
-
-    def sample(self, seed: int, t: int, count: int) -> list[int]:
-        """The participants of round t, out of those that are there: with all of them there, the simulator's."""
-        there = sorted(self.nodes)
-        if not there:
-            return []
-        return [there[k] for k in seeding.participants(seed, t, len(there), min(count, len(there)))]
 
     def client(self, node: int) -> int | None:
         return next((client for client, other in self.nodes.items() if other == node), None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,10 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor, nn
 
-from fedagg.engines.base import Chunk, Job, Local, Work
 from fedagg.flat import Layout, Model
 from fedagg.meanfield import bound_rates
 from fedagg.quantize import EXACT, Packed
+from fedagg.work import Chunk, ClientOptions, Job, Report, Work
 
 LOCAL = ("epochs", "batch_size", "momentum", "weight_decay", "clip")
 ABSURD = 1e30  # no loss that training can go on from is as large
@@ -32,17 +32,13 @@ class BadAnswer(Exception):
     """An answer that cannot be used, and why, in a few words for the record."""
 
 
-class TooFew(Exception):
-    """Fewer nodes than the quorum gave a usable answer: the round is skipped, and nothing is learnt from it."""
-
-
 @dataclass(frozen=True)
 class Order:
     """What a node is asked to do."""
 
     model: Model
     work: Work
-    local: Local
+    local: ClientOptions
     round: int
     step: int  # the pass within the round
     seed: int
@@ -159,7 +155,7 @@ def read_order(content: RecordDict, layout: Layout) -> Order:
     return Order(
         model=model,
         work=work,
-        local=Local(
+        local=ClientOptions(
             optimizer=str(config["optimizer"]),
             augment=str(config["augment"]),
             **{name: config[name.replace("_", "-")] for name in LOCAL},
@@ -179,15 +175,7 @@ def write_answer(chunk: Chunk, model: Model, samples: int) -> RecordDict:
     content = RecordDict(
         {
             "arrays": arrays(Model(model.w + chunk.delta[0], chunk.buffers[0])),
-            "metrics": MetricRecord(
-                {
-                    "loss": float(chunk.loss[0]),
-                    "first": float(chunk.first[0]),
-                    "steps": int(chunk.steps[0]),
-                    "num-examples": samples,
-                    "rates": [float(rate) for rate in chunk.rates[0]],
-                }
-            ),
+            "metrics": MetricRecord({**reported(chunk), "num-examples": samples}),
         }
     )
     extra = {"gradients": chunk.gradients, "path": chunk.path, "classes": chunk.classes, "counts": chunk.counts}
@@ -196,14 +184,19 @@ def write_answer(chunk: Chunk, model: Model, samples: int) -> RecordDict:
     return content
 
 
+def reported(chunk: Chunk) -> dict[str, Any]:
+    """The numbers that the chunk's one client tells of its training, by name: one each, and a list of rates."""
+    return {f.name: getattr(chunk, f.name)[0].tolist() for f in fields(Report)}
+
+
 def read_answer(
-    content: RecordDict, job: Job, model: Model, work: Work, local: Local, layout: Layout, head: nn.Module | None = None
+    content: RecordDict, job: Job, model: Model, work: Work, local: ClientOptions, layout: Layout, head: nn.Module | None = None
 ) -> Chunk:
     """One node's answer as a chunk of one client. What is finite and what is too long is judged later, with
     everybody's. `head` is the layer whose input the work asks to represent."""
     record, metrics = one(content.array_records), one(content.metric_records)
     mine = read_model(record, layout)
-    loss, first, steps, rates = figures(metrics, job, work, local)
+    told = read_report(metrics, job, work, local)
     extra: Any = content.config_records.get("config", {})
     trace: dict[str, Tensor] = {}
     if work.trace:
@@ -213,40 +206,38 @@ def read_answer(
         assert head is not None
         trace["classes"], trace["counts"] = class_table(extra.get("classes"), extra.get("counts"), head)
     return Chunk(
+        **{name: torch.tensor([value]) for name, value in told.items()},
         jobs=[job],
         delta=(mine.w.to(model.w) - model.w)[None],
         buffers=mine.buffers.to(model.w)[None],
-        loss=torch.tensor([loss]),
-        first=torch.tensor([first]),
-        rates=torch.tensor([rates], dtype=torch.float32),
-        steps=torch.tensor([steps]),
         local=local,
         **{name: part.to(model.w.device) for name, part in trace.items()},
     )
 
 
-def figures(told: Any, job: Job, work: Work, local: Local) -> tuple[float, float, int, list[float]]:
-    """A node's loss, first loss, steps and rates. Methods divide by steps and rates, so these are not taken on trust:
-    the work and the node's samples say how many steps there are, and what the rates may be.
+def read_report(told: Any, job: Job, work: Work, local: ClientOptions) -> dict[str, Any]:
+    """A node's own numbers, by name. Methods divide by steps and rates, so these are not taken on trust: the work and the node's
+    samples say how many steps there are, and what the rates may be.
 
     Training that blew up gives a loss that is not finite, and whatever else: it is judged later, with everybody's, and
     the method learns of it.
     """
-    loss, first, steps = (number(told.get(name)) for name in ("loss", "first", "steps"))
+    found: dict[str, Any] = {f.name: number(told.get(f.name)) for f in fields(Report) if f.name != "rates"}
     rates = told.get("rates")
     if not isinstance(rates, list) or len(rates) != local.epochs:
         raise BadAnswer("sent an incomplete answer")
-    rates = [number(rate) for rate in rates]
+    found["rates"] = [number(rate) for rate in rates]
     due = job.epochs * local.steps(len(job.samples))
-    if steps != due:
-        raise BadAnswer(f"made {steps:g} steps, its {len(job.samples)} samples take {due}")
-    if not abs(loss) < ABSURD:
-        return math.nan, first, due, rates
-    if not abs(first) < ABSURD:
+    if found["steps"] != due:
+        raise BadAnswer(f"made {found['steps']:g} steps, its {len(job.samples)} samples take {due}")
+    found["steps"] = due
+    if not abs(found["loss"]) < ABSURD:
+        return found | {"loss": math.nan}
+    if not abs(found["first"]) < ABSURD:
         raise BadAnswer("sent a first loss that cannot be")
-    if not possible(torch.tensor(rates, dtype=torch.float64), work, job.position):
+    if not possible(torch.tensor(found["rates"], dtype=torch.float64), work, job.position):
         raise BadAnswer("sent rates that cannot be")
-    return loss, first, due, rates
+    return found
 
 
 def possible(rates: Tensor, work: Work, position: int) -> bool:

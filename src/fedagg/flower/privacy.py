@@ -7,8 +7,8 @@ given nothing but one noisy sum and what everybody knows, so that whatever it wo
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,12 +16,9 @@ from torch import Tensor
 
 from fedagg import wire
 from fedagg.clients import Clients, Outcome
-from fedagg.engines.base import Work
 from fedagg.errors import SettingError
 from fedagg.flat import Model
-
-if TYPE_CHECKING:
-    from fedagg.flower.strategy import FedAggStrategy
+from fedagg.work import Work
 
 
 @dataclass(frozen=True)
@@ -97,12 +94,11 @@ class PrivateClients(Clients):
     another's. `outcome` stays empty, so that the record holds nothing of a single client.
     """
 
-    strategy: FedAggStrategy | None = None
+    privacy: Privacy | None = None
+    release: Callable[[], None] = lambda: None  # called before a noisy sum is used
 
     def train(self, work: Work) -> Outcome:
-        strategy = self.strategy
-        assert strategy is not None
-        assert strategy.privacy is not None
+        assert self.privacy is not None
         updates_only(work, "privacy")
         model, work = self.model, self.downlink.send(work, self.t, self.passes)
         total, answered = torch.zeros(len(model.w), dtype=torch.float64), 0
@@ -113,12 +109,12 @@ class PrivateClients(Clients):
                 if not math.isfinite(length := float(delta.norm())):
                     self.left_out[job.client] = "not finite"
                     continue
-                total += delta * min(1.0, strategy.privacy.clipping_norm / max(length, 1e-30))
-        strategy.release()
+                total += delta * min(1.0, self.privacy.clipping_norm / max(length, 1e-30))
+        self.release()
         self.passes += 1
         self.bytes_down += len(self.ids) * wire.down(work, model, self.downlink.bits)
         self.bytes_up += answered * wire.up(work, model, self.epochs)
-        mean = (strategy.privacy.noisy(total) / len(self.ids)).to(model.w)
+        mean = (self.privacy.noisy(total) / len(self.ids)).to(model.w)
         return self.told(mean if work.mask is None else mean * work.mask, work, model)  # what is frozen is known to stand still
 
     def told(self, mean: Tensor, work: Work, model: Model) -> Outcome:
@@ -134,6 +130,7 @@ class PrivateClients(Clients):
             velocity=mean / travel,
             buffers=model.buffers,
             theta=ones / n,
+            size=ones,
             steps=ones * self.steps * self.epochs,
             travel=ones * travel,
             norm2=ones * float(mean.double().square().sum()),

@@ -9,28 +9,28 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.common import Code, FitIns, FitRes, Parameters, Scalar, Status, ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.compat.common.recorddict_compat import fitres_to_recorddict
 from flwr.server import LegacyContext
 from flwr.server.workflow import SecAggPlusWorkflow
+from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedagg import wire
 from fedagg.aggregate import judge
-from fedagg.clients import Clients, Outcome
-from fedagg.engines.base import Chunk, Job, Local, Work
+from fedagg.clients import Clients, Numbers, Outcome, TooFew
 from fedagg.errors import SettingError
 from fedagg.flat import Model
-from fedagg.flower.messages import BadAnswer, TooFew, figures, number
-
-if TYPE_CHECKING:
-    from fedagg.flower.strategy import FedAggStrategy
+from fedagg.flower.members import Members
+from fedagg.flower.messages import BadAnswer, number, read_report, reported
+from fedagg.work import Chunk, ClientOptions, Job, Work
 
 CLIP = 8.0  # numbers beyond are cut off before they are masked
 VECTORS = 3
@@ -45,9 +45,7 @@ def veiled_answer(chunk: Chunk, work: Work, samples: int, typical: float) -> Rec
     vectors = [delta, share * delta, share * delta / chunk.travel[0]]
     along = chunk.delta @ work.field.T if work.field is not None else chunk.delta[:, :0]
     numbers: dict[str, Scalar] = {
-        "loss": float(chunk.loss[0]),
-        "first": float(chunk.first[0]),
-        "steps": int(chunk.steps[0]),
+        **reported(chunk),
         "norm2": float(delta.double().square().sum()),
         "along": json.dumps(along[0].tolist()),
         "rates": json.dumps(chunk.rates[0].tolist()),
@@ -56,20 +54,20 @@ def veiled_answer(chunk: Chunk, work: Work, samples: int, typical: float) -> Rec
     return fitres_to_recorddict(FitRes(Status(Code.OK, ""), parameters, samples, numbers), keep_input=False)
 
 
-def clear_numbers(told: Any, job: Job, work: Work, local: Local) -> dict[str, Any]:
+def clear_numbers(told: Any, job: Job, work: Work, local: ClientOptions) -> dict[str, Any]:
     """On the server: the same numbers, by name. Raises BadAnswer where they cannot be."""
     try:
         lists = {name: json.loads(str(told.get(name)), parse_int=float) for name in ("along", "rates")}
     except (ValueError, RecursionError):
         raise BadAnswer("sent an incomplete answer") from None
-    loss, first, steps, rates = figures({**told, **lists}, job, work, local)
+    found = read_report({**told, **lists}, job, work, local)
     norm2, along = number(told.get("norm2")), lists["along"]
     if not isinstance(along, list) or len(along) != (0 if work.field is None else len(work.field)):
         raise BadAnswer("sent an incomplete answer")
     along = [number(part) for part in along]
-    if not all(math.isfinite(part) for part in (loss, norm2, *along)):
+    if not all(math.isfinite(part) for part in (found["loss"], norm2, *along)):
         raise BadAnswer("not finite")
-    return {"loss": loss, "first": first, "steps": steps, "norm2": norm2, "along": along, "rates": rates}
+    return found | {"norm2": norm2, "along": along}
 
 
 def summable(work: Work) -> None:
@@ -108,12 +106,24 @@ class Workflow(SecAggPlusWorkflow):
         return ready
 
 
+class Messenger(Protocol):
+    """What a secure round needs of the strategy."""
+
+    grid: Grid | None
+    members: Members
+    timeout: float
+    quorum: int
+    ask: Callable[[list[Message]], list[Message]]
+
+    def order(self, model: Model, work: Work, job: Job, t: int, step: int) -> Message: ...
+
+
 @dataclass
 class VeiledClients(Clients):
     """Participants whose updates the server sees in sums only. One bad update cannot be taken out again: it spoils
     the round."""
 
-    strategy: FedAggStrategy | None = None
+    strategy: Messenger | None = None
 
     def train(self, work: Work) -> Outcome:
         strategy = self.strategy
@@ -171,8 +181,9 @@ class VeiledClients(Clients):
         def column(name: str) -> Tensor:
             return torch.tensor([row[name] for row in rows], dtype=torch.float64)
 
-        norm2, steps, rates, loss = column("norm2"), column("steps"), column("rates"), column("loss")
-        causes = judge((norm2.sqrt() / steps).tolist(), [True] * len(rows))
+        told: dict[str, Any] = {f.name: column(f.name) for f in fields(Numbers) if f.name in rows[0]}
+        steps, rates = told["steps"], told["rates"]
+        causes = judge((told["norm2"].sqrt() / steps).tolist(), [True] * len(rows))
         if any(causes):
             self.left_out.update({client: why for client, why in zip(given, causes, strict=True) if why})
             raise TooFew
@@ -183,18 +194,15 @@ class VeiledClients(Clients):
         mean, plain, velocity = torch.from_numpy(np.ascontiguousarray(sums, dtype=np.float32)).to(model.w).unbind()
         size = torch.tensor([float(len(jobs[client].samples)) for client in given], dtype=torch.float64)
         evenly = float(size.sum()) / (typical * len(given))
+        told["along"] = told["along"].view(len(given), -1)
         return Outcome(
+            **told,
             clients=list(given),
             mean=mean,
             plain=evenly * plain,
             velocity=evenly * velocity,
             buffers=model.buffers,
+            size=size,
             theta=size / size.sum(),
-            steps=steps,
             travel=(rates * self.local.gains(steps / self.epochs)).sum(1) * steps / self.epochs,
-            norm2=norm2,
-            along=column("along").view(len(given), -1),
-            loss=loss,
-            first=column("first"),
-            rates=rates,
         )

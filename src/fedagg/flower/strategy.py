@@ -22,23 +22,23 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
-from torch import Tensor, nn
+from torch import nn
 
 import fedagg
-from fedagg import algorithms, checkpoint, files, record
+from fedagg import algorithms, files, record
 from fedagg.checkpoint import Checkpoint
-from fedagg.clients import Clients, NoClients
+from fedagg.clients import Clients, TooFew
 from fedagg.config import Config
-from fedagg.engines.base import Chunk, Job, Memory, Work
 from fedagg.errors import FedaggError, SettingError
-from fedagg.federation import averaged, client_options, describe, describe_clients, freeze, revive
+from fedagg.federation import describe, describe_clients
 from fedagg.flat import Layout, Model
 from fedagg.flower import messages
 from fedagg.flower.conversation import Conversation
 from fedagg.flower.members import Members
-from fedagg.flower.messages import BadAnswer, Order, TooFew
+from fedagg.flower.messages import BadAnswer, Order
 from fedagg.flower.privacy import Privacy, PrivateClients, epsilon
-from fedagg.quantize import Downlink
+from fedagg.server import Server
+from fedagg.work import Chunk, Job, Memory, Work
 
 log = getLogger("flwr").log
 NEVER = (-1, -1)
@@ -86,7 +86,7 @@ class Remote:
                     reason = " ".join(str(reply.error.reason).split())[-300:]
                     raise BadAnswer(CAUSES.get(reply.error.code, f"failed: {reason}"))
                 job = wanted[client]
-                chunk = messages.read_answer(reply.content, job, model, work, strategy.local, strategy.layout, head)
+                chunk = messages.read_answer(reply.content, job, model, work, strategy.server.options, strategy.layout, head)
                 if work.mask is not None:
                     chunk.delta *= work.mask  # noise that a node adds to all of its answer must not move what is frozen
                 chunks[client] = chunk
@@ -108,9 +108,7 @@ class Turn:
     t: int
     clients: Clients
     began: float
-    talk: Conversation[list[Message], list[Message], Model] | None = None
-    error: Tensor | None = None  # what the downlink's rounding had kept back before the round
-    known: dict[str, Tensor] = field(default_factory=dict)  # the algorithm's state before the round
+    talk: Conversation[list[Message], list[Message], bool] | None = None
     remarks: dict[int, str] = field(default_factory=dict)
     tests: list[Message] = field(default_factory=list)  # the questions of the evaluation
     skipped: bool = True  # until there is a new model
@@ -154,14 +152,11 @@ class FedAggStrategy(Strategy):
         for name in SIMULATED:
             if (value := getattr(config, name)) != Config.model_fields[name].default:
                 raise SettingError(name, value, "is for simulations: nodes have their own data and faults; leave it out")
-        self.local = client_options(config)
         self.members = Members(self.layout)
-        self.downlink = Downlink(config.downlink_bits, config.seed)
-        self.algorithm = algorithms.build(config.method, config.model_dump())
+        algorithm = algorithms.build(config.method, config.model_dump())
         self.options = algorithms.options(config.method, config.model_dump())
-        self.begin = self.now = self.layout.pack(module)
-        self.average = self.now.w
-        self.algorithm.start(self.now, module, self.layout)
+        self.server = Server(config, algorithm, module, torch.device("cpu"))
+        self.server.connect(lambda: sorted(self.members.nodes), self.enlist)
         self.accepted: dict[int, tuple[int, int]] = {}
         self.done, self.seconds, self.releases = 0, 0.0, 0
         self.token = secrets.randbits(62)  # of this run, so that nodes do not take what they remember of another for it
@@ -169,7 +164,6 @@ class FedAggStrategy(Strategy):
         self.grid: Grid | None = None
         self.extra = ConfigRecord()
         self.ask: Ask = list
-        self.prepared = False
         self.heads: dict[str, nn.Module] = {}
         self.about: list[dict[str, Any]] = []  # this process's lines of clients.jsonl
         form = repr((self.layout.parameters, self.layout.buffers))
@@ -202,15 +196,15 @@ class FedAggStrategy(Strategy):
 
     def arrays(self) -> ArrayRecord:
         """The global model as it stands."""
-        return messages.arrays(self.now)
+        return messages.arrays(self.server.model)
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         began = time.perf_counter()
         self.grid, self.extra = grid, config
         self.members.refresh(grid)
-        self.now = messages.read_model(arrays, self.layout)  # a wrapper may have added its noise
-        clients = self.participants(self.done)
-        self.turn = Turn(self.done, clients, began, error=self.downlink.error, known=dict(self.algorithm.state))
+        self.server.model = messages.read_model(arrays, self.layout)  # a wrapper may have added its noise
+        clients = self.server.clients(self.done)
+        self.turn = Turn(self.done, clients, began)
         if len(clients.ids) < self.quorum:
             there = len(clients.ids)
             log(WARNING, "round %s is skipped: %s nodes are there, %s are needed", self.done + 1, there, self.quorum)
@@ -224,24 +218,16 @@ class FedAggStrategy(Strategy):
         assert self.grid is not None
         turn, talk = self.turn, self.turn.talk
         if talk is not None and talk.question is not None:
-            try:
-                talk.answer(list(replies))
-                while talk.question is not None:  # a method that asks more than once a round
-                    talk.answer(list(self.grid.send_and_receive(talk.question, timeout=self.timeout)))
-            except TooFew:
-                self.downlink.error = turn.error
-                self.algorithm.state |= turn.known
-                causes = ", ".join(f"client {k}: {v}" for k, v in sorted(turn.clients.left_out.items()))
-                log(WARNING, "round %s is skipped: under %s usable answers (%s)", turn.t + 1, self.quorum, causes)
-            except NoClients:
-                self.algorithm.state |= turn.known
-                log(WARNING, "round %s leaves the model as it was: under %s valid answers", turn.t + 1, self.quorum)
-        if talk is None or talk.result is None:
+            talk.answer(list(replies))
+            while talk.question is not None:  # a method that asks more than once a round
+                talk.answer(list(self.grid.send_and_receive(talk.question, timeout=self.timeout)))
+        turn.skipped = talk is None or not talk.result
+        if turn.skipped:
+            causes = ", ".join(f"client {k}: {v}" for k, v in sorted(turn.clients.left_out.items()))
+            log(WARNING, "round %s leaves the model as it was: under %s usable answers (%s)", turn.t + 1, self.quorum, causes)
             return None, None
-        turn.skipped = False
         for client, why in sorted(turn.clients.left_out.items()):
             log(WARNING, "round %s goes on without client %s: %s", turn.t + 1, client, why)
-        self.now = talk.result
         out = turn.clients.outcome
         if out is not None:
             self.accepted |= dict.fromkeys(out.clients, (turn.t, turn.clients.passes - 1))
@@ -253,12 +239,11 @@ class FedAggStrategy(Strategy):
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         assert self.turn is not None
         turn = self.turn
-        now = messages.read_model(arrays, self.layout)
-        self.average = averaged(self.average, now, turn.t)
-        due = (turn.t + 1) % self.config.eval_every == 0 or turn.t + 1 == self.config.rounds
-        if not due:
+        self.server.model = messages.read_model(arrays, self.layout)
+        self.server.settle(turn.t)
+        if not self.server.due(turn.t):
             return []
-        content = RecordDict({"arrays": messages.arrays(self.shown(now)), "config": config})
+        content = RecordDict({"arrays": messages.arrays(self.server.shown), "config": config})
         turn.tests = [self.message(content, client, MessageType.EVALUATE) for client in sorted(self.members.nodes)]
         return turn.tests
 
@@ -266,7 +251,7 @@ class FedAggStrategy(Strategy):
         """The nodes' own test results, weighted by their test samples; and the round's end: record, checkpoint."""
         assert self.turn is not None
         turn = self.turn
-        row = describe(turn.t, turn.clients, self.algorithm, turn.skipped)
+        row = describe(turn.t, turn.clients, self.server.algorithm, turn.skipped)
         scores: dict[int, tuple[int, float, float]] = {}
         asked = {test.metadata.message_id: self.members.client(test.metadata.dst_node_id) for test in turn.tests}
         for reply in replies:
@@ -301,7 +286,8 @@ class FedAggStrategy(Strategy):
 
     def finish(self, arrays: ArrayRecord) -> None:
         """The final model and figures, once all rounds are done."""
-        self.book.model(self.layout.unpack(self.shown(messages.read_model(arrays, self.layout)), self.module))
+        self.server.model = messages.read_model(arrays, self.layout)
+        self.book.model(self.layout.unpack(self.server.shown, self.module))
         scored = [row for row in self.book.history if "accuracy" in row]
         last = {key: scored[-1][key] for key in ("accuracy", "loss")} if scored else {}
         best = {"best_accuracy": max(row["accuracy"] for row in scored)} if scored else {}
@@ -310,7 +296,8 @@ class FedAggStrategy(Strategy):
 
     # The parts of a round.
 
-    def participants(self, t: int) -> Clients:
+    def enlist(self, t: int, **shared: Any) -> Clients:
+        """The participants of round t; `shared` is what the server knows of them."""
         left_out: dict[int, str] = {}
         kind: Callable[..., Clients] = Clients
         if self.secure:
@@ -319,37 +306,22 @@ class FedAggStrategy(Strategy):
 
             kind = partial(VeiledClients, strategy=self)
         if self.privacy is not None:
-            kind = partial(PrivateClients, strategy=self)
+            kind = partial(PrivateClients, privacy=self.privacy, release=self.release)
         return kind(
             engine=Remote(self, t, left_out),
             t=t,
-            ids=self.members.sample(self.config.seed, t, self.config.per_round),
             # Only their number counts here: whatever it is, they take no memory.
             samples=lambda client: torch.zeros(1, dtype=torch.int64).expand(self.members.sizes[client]),
-            total=self.config.clients,
-            local=self.local,
-            seed=self.config.seed,
-            model=self.now,
-            robust=self.config.robust,
-            trim=self.config.trim,
-            downlink=self.downlink,
             quorum=self.quorum,
-            carried=self.algorithm.state,
             left_out=left_out,
+            **shared,
         )
 
-    def play(self, ask: Ask) -> Model:
+    def play(self, ask: Ask) -> bool:
         """The round as the algorithm tells it."""
         assert self.turn is not None
         self.ask = ask
-        if not self.prepared:
-            self.algorithm.prepare(self.begin, self.participants, self.config.rounds)
-            self.prepared = True
-        return self.algorithm.round(self.now, self.turn.clients)
-
-    def shown(self, now: Model) -> Model:
-        """The model that is evaluated and kept: the one trained, unless the method or the settings say otherwise."""
-        return Model(self.average, now.buffers) if self.config.average else self.algorithm.reported(now)
+        return self.server.play(self.turn.clients)
 
     def head(self, name: str | None) -> nn.Module | None:
         """The layer of that name in evaluation mode, to hold answers against; a copy, for the network is the user's."""
@@ -362,7 +334,7 @@ class FedAggStrategy(Strategy):
         order = Order(
             model=model,
             work=messages.for_one(work, job.position),
-            local=self.local,
+            local=self.server.options,
             round=t,
             step=step,
             seed=job.seed,
@@ -371,7 +343,7 @@ class FedAggStrategy(Strategy):
             method=self.config.method,
             options=self.options,
         )
-        arrays, config = messages.write_order(order, self.downlink.packed)
+        arrays, config = messages.write_order(order, self.server.downlink.packed)
         config.update(self.extra)
         return self.message(RecordDict({"arrays": arrays, "config": config}), job.client, MessageType.TRAIN)
 
@@ -407,16 +379,15 @@ class FedAggStrategy(Strategy):
             raise FedaggError(f"{path}: is damaged, and with it what the run has told; begin a new one") from None
 
     def snapshot(self) -> Checkpoint:
-        saved = freeze(self.done, self.now, self.average, self.algorithm, self.downlink)
+        saved = self.server.freeze(self.done)
         rows = [(client, *tag) for client, tag in sorted(self.accepted.items())]
         saved.tensors["accepted"] = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
         saved.facts |= {"seconds": self.seconds, "identity": self.identity, "releases": self.releases, "token": self.token}
         return saved
 
     def restore(self, saved: Checkpoint) -> None:
-        checkpoint.same_form(freeze(0, self.now, self.average, self.algorithm, self.downlink).tensors, saved.tensors)
         self.done, self.seconds = saved.round, float(saved.facts["seconds"])
-        self.now, self.average = revive(saved, self.algorithm, self.downlink, torch.device("cpu"))
+        self.server.resume(saved)
         self.releases, self.token = int(saved.facts["releases"]), int(saved.facts["token"])
         self.accepted = {client: (t, step) for client, t, step in saved.tensors["accepted"].tolist()}
         log(INFO, "going on after round %s", self.done)

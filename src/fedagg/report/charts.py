@@ -8,7 +8,7 @@ from typing import Any
 
 from fedagg import federation, runs
 from fedagg.errors import FedaggError
-from fedagg.report.content import FIGURES, PROGRESS, Column, Content, Group, Series, Trial
+from fedagg.report.content import FIGURES, PROGRESS, Column, Content, Entry, Group, Series
 from fedagg.reproduce.running import dataset
 from fedagg.runs import Run
 
@@ -128,7 +128,7 @@ def average(row: dict[str, Any]) -> float:
     return sum(values) / len(values)
 
 
-def partitions(trials: Sequence[Trial]) -> list[dict[str, Any]]:
+def partitions(trials: Sequence[Entry]) -> list[dict[str, Any]]:
     """Who holds which labels, for every split in the report whose data is on this machine."""
     from fedagg.theory.heterogeneity import METRICS, distances, label_counts
 

@@ -15,11 +15,11 @@ from typing import Any
 from fedagg import checkpoint, runs
 from fedagg.checks import name_of
 from fedagg.config import Config, make
-from fedagg.engines.base import cross_entropy
 from fedagg.errors import SettingError
 from fedagg.reproduce.formats import name as method_name
 from fedagg.reproduce.results import Measured, Store
 from fedagg.runs import Run
+from fedagg.work import cross_entropy
 
 Column = list[float | None]
 FIGURES = ("accuracy", "loss", "train_loss", "drift", "drift_max", "rate")
@@ -33,7 +33,7 @@ PROGRESS = {
 
 
 @dataclass(frozen=True)
-class Trial:
+class Entry:
     """One run or one grid cell."""
 
     config: Config
@@ -73,8 +73,8 @@ class Series:
     """One method in one setting, over its seeds. `repeats` ran a seed again that is among the trials, and do not count."""
 
     name: str
-    trials: list[Trial] = field(default_factory=list)
-    repeats: list[Trial] = field(default_factory=list)
+    trials: list[Entry] = field(default_factory=list)
+    repeats: list[Entry] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
@@ -110,14 +110,14 @@ class Group:
 class Content:
     title: str
     groups: list[Group]
-    trials: list[Trial]
+    trials: list[Entry]
     store: Store | None = None
     notes: list[str] = field(default_factory=list)
 
 
 def gather(paths: Sequence[Path]) -> Content:
     """From run folders, folders of runs, or one results folder."""
-    trials: list[Trial] = []
+    trials: list[Entry] = []
     folders: list[Path] = []
     store: Store | None = None
     for path in paths:
@@ -138,7 +138,7 @@ def gather(paths: Sequence[Path]) -> Content:
     return Content(title, groups, begun, store, left_out(trials, groups))
 
 
-def left_out(trials: Sequence[Trial], groups: Sequence[Group]) -> list[str]:
+def left_out(trials: Sequence[Entry], groups: Sequence[Group]) -> list[str]:
     """Which runs are in no mean, and why."""
     empty = [trial.name for trial in trials if not trial.rounds]
     again = [trial.name for group in groups for series in group.series.values() for trial in series.repeats]
@@ -149,11 +149,11 @@ def left_out(trials: Sequence[Trial], groups: Sequence[Group]) -> list[str]:
     return [f"{why}: {', '.join(names)}." for why, names in notes.items() if names]
 
 
-def grouped(trials: Sequence[Trial]) -> list[Group]:
+def grouped(trials: Sequence[Entry]) -> list[Group]:
     """By setting and method; what else differs between runs of a method becomes part of its name, and so does how far they
     are: the mean of a finished run and one in its second round would be neither's."""
     groups: dict[str, Group] = {}
-    alike: dict[tuple[str, str], list[Trial]] = {}
+    alike: dict[tuple[str, str], list[Entry]] = {}
     for trial, where in zip(trials, settings(trials), strict=True):
         groups.setdefault(where, Group(where))
         alike.setdefault((where, trial.config.method), []).append(trial)
@@ -171,11 +171,11 @@ def grouped(trials: Sequence[Trial]) -> list[Group]:
     return list(groups.values())
 
 
-def settings(trials: Sequence[Trial]) -> list[str]:
+def settings(trials: Sequence[Entry]) -> list[str]:
     """Each trial's setting. Where runs were given different things from Python under the same words, the folder of the first
     run with each tells them apart."""
     kinds = [(setting(trial.config), given(trial)) for trial in trials]
-    first: dict[tuple[str, str], Trial] = {}
+    first: dict[tuple[str, str], Entry] = {}
     for kind, trial in zip(kinds, trials, strict=True):
         first.setdefault(kind, trial)
     often = Counter(where for where, _ in first)
@@ -188,7 +188,7 @@ def setting(config: Config) -> str:
     return ", ".join(filter(None, runs.task(config).values()))
 
 
-def given(trial: Trial) -> str:
+def given(trial: Entry) -> str:
     """What came from Python and the configuration does not tell, as its fingerprints; the folder, where no checkpoint has
     them yet. Nothing for all others."""
     if trial.run is None:
@@ -200,21 +200,21 @@ def given(trial: Trial) -> str:
     return "" if loss == name_of(cross_entropy) else loss
 
 
-def from_cell(cell: Measured) -> Trial:
+def from_cell(cell: Measured) -> Entry:
     names = ("accuracy", "loss", "train_loss", "drift", "rate", "samples", "bytes_up", "bytes_down", "seconds")
     columns = {name: cell.column(name) for name in names}
     columns["drift_max"] = [None] * cell.rounds
     known = {k: v for k, v in cell.config.items() if k in Config.model_fields}
-    return Trial(make(known, recorded=True), cell.rounds, columns, cell.accuracy, cell.best_accuracy, cell.loss, cell.environment)
+    return Entry(make(known, recorded=True), cell.rounds, columns, cell.accuracy, cell.best_accuracy, cell.loss, cell.environment)
 
 
-def from_run(run: Run) -> Trial:
+def from_run(run: Run) -> Entry:
     names = ("accuracy", "loss", "train_loss", "drift", "drift_max", "samples", "bytes_up", "bytes_down", "seconds")
     columns: dict[str, Column] = {name: [row.get(name) for row in run.history] for name in names}
     columns["rate"] = [mean(row.get("rate_mean")) for row in run.history]
     scored = [value for value in columns["accuracy"] if value is not None]
     losses = [value for value in columns["loss"] if value is not None]
-    return Trial(
+    return Entry(
         run.config,
         len(run.history),
         columns,

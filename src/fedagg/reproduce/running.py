@@ -59,7 +59,7 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CellResult:
     """What became of a cell. `stopped` ones go on from their checkpoint next time."""
 
     cell: Cell
@@ -77,7 +77,7 @@ def run(
     jobs: int = 1,
     fetch: bool = True,
     watch: Callable[[Cell], Sequence[Callback]] = lambda cell: (),
-) -> Iterator[Outcome]:
+) -> Iterator[CellResult]:
     """Run the cells, and tell of each as it ends. One failing does not keep the rest from running."""
     ready: list[Cell] = []
     missing: dict[tuple[str, str | None], str] = {}
@@ -86,25 +86,25 @@ def run(
         if where not in missing:
             missing[where] = why_missing(*where) if fetch else ""
         if missing[where]:
-            yield Outcome(cell, "no data", message=missing[where])
+            yield CellResult(cell, "no data", message=missing[where])
         else:
             ready.append(cell)
     yield from in_turn(ready, store, stop, watch) if jobs == 1 else at_once(ready, store, stop, jobs)
 
 
-def in_turn(todo: Sequence[Cell], store: Store, stop: Stop, watch: Callable[[Cell], Sequence[Callback]]) -> Iterator[Outcome]:
+def in_turn(todo: Sequence[Cell], store: Store, stop: Stop, watch: Callable[[Cell], Sequence[Callback]]) -> Iterator[CellResult]:
     for cell in todo:
         if stop.now():
             return
         yield run_cell(cell, store, stop, watch(cell))
 
 
-def at_once(todo: Sequence[Cell], store: Store, stop: Stop, jobs: int) -> Iterator[Outcome]:
+def at_once(todo: Sequence[Cell], store: Store, stop: Stop, jobs: int) -> Iterator[CellResult]:
     """In processes; never more cells are handed out than there are processes, so it is known which may have died."""
     context = multiprocessing.get_context("spawn")
     flag = context.Event()
     left = list(todo)
-    running: dict[Future[Outcome], Cell] = {}
+    running: dict[Future[CellResult], Cell] = {}
 
     def pool() -> ProcessPoolExecutor:
         arguments = (store.folder, stop.deadline, flag, jobs)
@@ -133,10 +133,10 @@ def at_once(todo: Sequence[Cell], store: Store, stop: Stop, jobs: int) -> Iterat
                     yield future.result()
                 except BrokenProcessPool:
                     died = True
-                    yield Outcome(cell, "failed", message=DIED)
+                    yield CellResult(cell, "failed", message=DIED)
             if died:
                 for cell in running.values():
-                    yield Outcome(cell, "stopped", message="a process beside it died; it goes on next time")
+                    yield CellResult(cell, "stopped", message="a process beside it died; it goes on next time")
                 running.clear()
                 workers.shutdown()
                 workers = pool()
@@ -156,29 +156,29 @@ def begin(folder: Path, deadline: float | None, flag: Flag, jobs: int) -> None:
     _mine = Store(folder), Stop(deadline, flag)
 
 
-def work(cell: Cell) -> Outcome:
+def work(cell: Cell) -> CellResult:
     return run_cell(cell, *_mine)
 
 
-def run_cell(cell: Cell, store: Store, stop: Stop, watch: Sequence[Callback] = ()) -> Outcome:
+def run_cell(cell: Cell, store: Store, stop: Stop, watch: Sequence[Callback] = ()) -> CellResult:
     """Run one cell in a folder of its own, from its checkpoint if it has one, and keep the result."""
     clock = time.perf_counter()
     folder = store.partial(cell.config)
     try:
         result = train(cell.config, folder, [*watch, stop])
         if result.interrupted:
-            return Outcome(cell, "stopped", time.perf_counter() - clock)
+            return CellResult(cell, "stopped", time.perf_counter() - clock)
         store.put(result, json.loads((folder / "environment.json").read_text(encoding="utf-8")))
         store.forget(cell.config)
-        return Outcome(cell, "done", time.perf_counter() - clock, result.accuracy)
+        return CellResult(cell, "done", time.perf_counter() - clock, result.accuracy)
     except DataError as error:
-        return Outcome(cell, "no data", message=str(error))
+        return CellResult(cell, "no data", message=str(error))
     except Exception as error:  # whatever it was, the other cells shall run
         store.forget(cell.config)
         log = folder.with_name(f"{folder.name}.error.txt")
         files.write(log, traceback.format_exc())
         why = " ".join(str(error).split()) if isinstance(error, FedaggError) else f"{type(error).__name__}: {error}"
-        return Outcome(cell, "failed", time.perf_counter() - clock, message=f"{why.splitlines()[0]} ({log})")
+        return CellResult(cell, "failed", time.perf_counter() - clock, message=f"{why.splitlines()[0]} ({log})")
     finally:
         gc.collect()
         if torch.cuda.is_available():
@@ -231,7 +231,7 @@ def interruptible(stop: Stop) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def time_left(todo: Sequence[Cell], seen: Sequence[Outcome], jobs: int) -> float | None:
+def time_left(todo: Sequence[Cell], seen: Sequence[CellResult], jobs: int) -> float | None:
     """Seconds until the rest is done: by the speed of cells with the same model and method, else of any like them."""
     if not any(o.status == "done" for o in seen):
         return None

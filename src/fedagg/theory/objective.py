@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedagg.engines.base import cross_entropy
 from fedagg.errors import SettingError
 from fedagg.flat import Layout
 from fedagg.theory import constants
+from fedagg.work import cross_entropy
 
 BATCH = 4096
 

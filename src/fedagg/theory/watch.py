@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from fedagg.config import Config
-from fedagg.engines.base import Chunk, Engine, Job, Memory, Work
+from fedagg.engines.base import Engine
 from fedagg.federation import Result
 from fedagg.flat import Model
+from fedagg.work import Chunk, Job, Memory, Work
 
 
 @dataclass

@@ -1,0 +1,145 @@
+"""The server of a federation, whether its clients are simulated or real: `fedagg.run` and the Flower strategy are two loops
+around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedagg import checkpoint, seeding
+from fedagg.algorithms import Algorithm
+from fedagg.checkpoint import Checkpoint
+from fedagg.clients import Clients, NoClients, TooFew, Yardstick
+from fedagg.config import Config
+from fedagg.flat import Layout, Model
+from fedagg.quantize import Downlink
+from fedagg.work import ClientOptions
+
+
+class Server:
+    """Holds what is carried from round to round: the model, its average, the method's state, what rounding kept back, and the
+    yardstick by which clients are found absurd.
+
+    Args:
+        config: the settings of the run.
+        algorithm: the method.
+        module: the network; training starts from its weights.
+        device: where the model lives.
+    """
+
+    def __init__(self, config: Config, algorithm: Algorithm, module: nn.Module, device: torch.device) -> None:
+        self.config, self.algorithm, self.device = config, algorithm, device
+        self.options = client_options(config)
+        self.layout = Layout(module)
+        self.begin = self.model = self.layout.pack(module).to(device)
+        self.average = self.model.w
+        self.downlink, self.yardstick = Downlink(config.downlink_bits, config.seed), Yardstick()
+        self.prepared = False
+        algorithm.start(self.model, module, self.layout)
+
+    def connect(self, there: Callable[[], Sequence[int]], clients: Callable[..., Clients]) -> None:
+        """Who can be asked to take part, and what makes a round's `Clients` of those who are: it is given the server's half of
+        their fields."""
+        self.there, self.make = there, clients
+
+    def participants(self, t: int) -> list[int]:
+        """Of the clients that are there, those who take part in round t, drawn by the seed."""
+        there = self.there()
+        count = min(self.config.per_round, len(there))
+        return [there[k] for k in seeding.participants(self.config.seed, t, len(there), count)] if count else []
+
+    def clients(self, t: int) -> Clients:
+        """The participants of round t, at the model as it stands."""
+        return self.make(
+            t=t,
+            ids=self.participants(t),
+            total=self.config.clients,
+            local=self.options,
+            seed=self.config.seed,
+            model=self.model,
+            remember=self.algorithm.remember,
+            robust=self.config.robust,
+            trim=self.config.trim,
+            downlink=self.downlink,
+            yardstick=self.yardstick,
+        )
+
+    def play(self, clients: Clients) -> bool:
+        """One round with these clients: is there a new model? Where too few of them answered, everything is as it was."""
+        before = self.carried()
+        try:
+            self.prepare()
+            before = self.carried()
+            was, self.model = self.model, self.algorithm.round(self.model, clients)
+        except (NoClients, TooFew):
+            self.carry(*before)
+            return False
+        return clients.outcome is not None or not torch.equal(was.w, self.model.w)
+
+    def prepare(self) -> None:
+        """What the method does before training, once. What a rehearsal carries from round to round is its own: however long it is,
+        training begins the same."""
+        if not self.prepared:
+            _, error, length = self.carried()
+            self.downlink.error, self.yardstick.length = None, 0.0
+            self.algorithm.prepare(self.begin, self.clients, self.config.rounds)
+            self.downlink.error, self.yardstick.length = error, length
+            self.prepared = True
+
+    def carried(self) -> tuple[dict[str, torch.Tensor], torch.Tensor | None, float]:
+        return dict(self.algorithm.state), self.downlink.error, self.yardstick.length
+
+    def carry(self, state: dict[str, torch.Tensor], error: torch.Tensor | None, length: float) -> None:
+        self.algorithm.state, self.downlink.error, self.yardstick.length = state, error, length
+
+    def settle(self, t: int) -> None:
+        """After round t: its model enters the running average, in which later ones weigh more (Shamir, Zhang 2013, with η = 8)."""
+        self.average = self.average + 9.0 / (t + 9.0) * (self.model.w - self.average)
+
+    @property
+    def shown(self) -> Model:
+        """The model that is evaluated and kept: the one trained, unless the method or the settings say otherwise."""
+        return Model(self.average, self.model.buffers) if self.config.average else self.algorithm.reported(self.model)
+
+    def due(self, t: int) -> bool:
+        """Is the model evaluated after round t?"""
+        return (t + 1) % self.config.eval_every == 0 or t + 1 == self.config.rounds
+
+    def freeze(self, done: int, **facts: Any) -> Checkpoint:
+        """All that the server carries into the next round. Nothing is copied: rounds make new tensors and change none."""
+        tensors = {"w": self.model.w, "buffers": self.model.buffers, "average": self.average}
+        tensors["yardstick"] = torch.tensor(self.yardstick.length, dtype=torch.float64)
+        tensors |= {f"state/{name}": tensor for name, tensor in self.algorithm.state.items()}
+        if self.downlink.error is not None:
+            tensors["downlink"] = self.downlink.error
+        return Checkpoint(done, tensors, facts)
+
+    def revive(self, saved: Checkpoint) -> None:
+        """Back from `freeze`. Numbers of the state in double precision stay on the CPU, where they are used."""
+        t = saved.tensors
+        self.model = Model(t["w"].to(self.device), t["buffers"].to(self.device))
+        self.average = t["average"].to(self.device)
+        state = {name.removeprefix("state/"): tensor for name, tensor in t.items() if name.startswith("state/")}
+        state = {name: tensor if tensor.dtype == torch.float64 else tensor.to(self.device) for name, tensor in state.items()}
+        self.carry(state, t.get("downlink"), float(t["yardstick"]))
+
+    def resume(self, saved: Checkpoint) -> None:
+        """Go on from a checkpoint of another process, which must be one of this server's."""
+        checkpoint.same_form(self.freeze(0).tensors, saved.tensors)
+        self.revive(saved)
+
+
+def client_options(config: Config) -> ClientOptions:
+    """How the configuration has clients take a step."""
+    return ClientOptions(
+        epochs=config.epochs,
+        batch_size=config.batch_size,
+        optimizer=config.client_optimizer,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        clip=config.clip,
+        augment=config.augment,
+    )
