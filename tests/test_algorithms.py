@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -654,30 +653,6 @@ def test_masks_and_heads_of_the_papers_models_are_their_last_layer() -> None:
         last = [m for m in module.modules() if isinstance(m, nn.Linear)][-1]
         assert int(mask.sum()) == last.weight.numel() + last.bias.numel()
         assert mask[-int(mask.sum()) :].all()
-
-
-def test_the_worked_example_of_the_documentation_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """docs/adding-an-algorithm.md: under 60 lines, and it does what it says."""
-    page = (Path(__file__).parents[1] / "docs" / "adding-an-algorithm.md").read_text(encoding="utf-8")
-    [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(code.splitlines()) < 60
-    known = dict(algorithms.REGISTRY)
-    try:
-        exec(compile(code, "docs/adding-an-algorithm.md", "exec"), {"__name__": "__main__"})
-        assert "momentum after 5 rounds" in capsys.readouterr().out
-        ours = flat(run("fedavgm", 3, beta1=0.5, server_lr=0.8, mu=0.3).model)
-        plain = flat(run("fedavgm", 3, beta1=0.0).model)
-    finally:
-        algorithms.REGISTRY.clear()
-        algorithms.REGISTRY.update(known)
-    w = flat(make_linear())
-    m = np.zeros_like(w)
-    for t in range(3):
-        pull: Direction = lambda g, y, x=w: g + 0.3 * (y - x)  # type: ignore[misc]  # noqa: E731
-        m = 0.5 * m + by_size([local(w, t, i, pull)[0] - w for i in chosen(t)], chosen(t))
-        w = w + 0.8 * m
-    np.testing.assert_allclose(ours, w, rtol=2e-5, atol=5e-6)
-    np.testing.assert_allclose(plain, expected("fedavg", 3), rtol=2e-5, atol=5e-6)  # without momentum it is FedAvg
 
 
 def test_fedagg_begins_again_at_a_quarter_of_the_rate_when_the_first_steps_killed_the_model() -> None:

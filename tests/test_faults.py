@@ -45,6 +45,7 @@ class Scripted:
             own = memory.read([job.client]) if memory is not None and work.memory else None
             yield Chunk(
                 jobs=[job],
+                start=model.w,
                 delta=torch.full((1, D), self.length * (job.client + 1.0)),
                 buffers=torch.full((1, 2), float(job.client)),
                 loss=torch.tensor([self.worse * self.loss]),

@@ -1,8 +1,36 @@
 """fedagg: federated learning with learning rates in closed form."""
 
-from fedagg.config import Config
-from fedagg.data import Dataset
-from fedagg.federation import Result, run
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedagg.algorithms import Algorithm, register
+    from fedagg.clients import Clients, Outcome
+    from fedagg.config import Config
+    from fedagg.data import Dataset
+    from fedagg.federation import Result, run
+    from fedagg.flat import Layout, Model
+    from fedagg.work import Chunk, Client, Learner, Work
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Dataset", "Result", "run"]
+__all__ = [
+    "Algorithm", "Chunk", "Client", "Clients", "Config", "Dataset", "Layout", "Learner", "Model", "Outcome", "Result", "Work",
+    "register", "run",
+]  # fmt: skip
+
+HOMES = {
+    "Algorithm": "algorithms", "register": "algorithms", "Clients": "clients", "Outcome": "clients", "Config": "config",
+    "Dataset": "data", "Result": "federation", "run": "federation", "Layout": "flat", "Model": "flat", "Chunk": "work",
+    "Client": "work", "Learner": "work", "Work": "work",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Names are imported when they are first used: `import fedagg` alone does not load torch."""
+    if name not in HOMES:
+        raise AttributeError(f"module 'fedagg' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"fedagg.{HOMES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -71,11 +71,14 @@ def load(path: Path) -> Checkpoint:
     parts = [path.with_suffix(f".{part}.safetensors") for part in range(len(facts["sha256"]))]
     if facts.pop("self") != seal(facts) or [checksum(part) for part in parts] != facts["sha256"]:
         raise ValueError("its checksum does not match")
-    numbers = [facts[name] for name in ("round", "metrics.jsonl", "clients.jsonl") if name in facts or name == "round"]
-    if any(type(number) is not int or number < 0 for number in numbers):
+    counts = [facts[name] for name in ("round", "metrics.jsonl", "clients.jsonl") if name in facts or name == "round"]
+    if any(type(count) is not int or count < 0 for count in counts):
         raise ValueError("its numbers make no sense")
     if not isinstance(facts.get("identity", {}), dict) or not isinstance(facts.get("seconds", 0.0), int | float):
         raise ValueError("its facts make no sense")
+    numbers = facts.get("numbers", {})
+    if not isinstance(numbers, dict) or not all(isinstance(value, int | float) for value in numbers.values()):
+        raise ValueError("its state makes no sense")
     tensors = (load_tensors(part.read_bytes()) for part in parts)
     return Checkpoint(facts["round"], next(tensors), facts, tensors)
 

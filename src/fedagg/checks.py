@@ -58,14 +58,14 @@ def agreed(config: Config | None, given: dict[str, Any], preset: str | None, set
 
 
 def followers(callbacks: Any) -> None:
-    """The last thing that a callback is asked comes after all the work: it must not be missing there."""
+    """What is no callback would be found out after all the work, or never."""
     if not isinstance(callbacks, Sequence):
         raise SettingError("callbacks", type(callbacks).__name__, "give a list, also of one")
     for callback in callbacks:
-        for method in ("started", "round_done", "finished"):
-            if not callable(getattr(callback, method, None)):
-                words = f"has no method {method}; a callback has started(config, done), round_done(row) and finished(result)"
-                raise SettingError("callbacks", getattr(callback, "__name__", type(callback).__name__), words)
+        found = [name for name in ("started", "round_done", "finished") if hasattr(callback, name)]
+        if not found or not all(callable(getattr(callback, name)) for name in found) or isinstance(callback, type):
+            words = "give an object with some of the methods started(config, done), round_done(row) and finished(result)"
+            raise SettingError("callbacks", getattr(callback, "__name__", type(callback).__name__), words)
 
 
 def indices(parts: Sequence[Any], data: Dataset) -> Sequence[Any]:

@@ -12,6 +12,7 @@ from fedagg import seeding, wire
 from fedagg.aggregate import Combiner, combiner, judge, usual_length
 from fedagg.engines.base import Engine
 from fedagg.engines.distributed import Team
+from fedagg.errors import FedaggError, SettingError
 from fedagg.faults import Faults
 from fedagg.flat import Model
 from fedagg.meanfield import MeanField
@@ -33,6 +34,7 @@ class Numbers(Report):
     """All that is known of n clients beside vectors, on the CPU. A number more is a line here, and one in `Gathered.add`."""
 
     size: Tensor  # samples, (n,)
+    weight: Tensor  # how much the client counts in the mean, (n,): its samples, unless the method weighs otherwise
     travel: Tensor  # Σ over steps of the rate, times what momentum makes of it, (n,)
     norm2: Tensor  # |Δ_i|², (n,)
     along: Tensor  # Δ_i · field, (n, m)
@@ -58,7 +60,7 @@ class Outcome(Numbers):
     """A round's work, summed over the valid clients. Vectors are on the engine's device, numbers per client on the CPU."""
 
     clients: list[int]
-    theta: Tensor  # θ_i = D_i / Σ D_j, (n,)
+    theta: Tensor  # θ_i = weight_i / Σ weight_j, (n,)
     mean: Tensor  # Σ θ_i Δ_i
     plain: Tensor  # (1/n) Σ Δ_i
     velocity: Tensor  # (1/n) Σ Δ_i / travel_i: minus the mean direction of a client's steps
@@ -89,6 +91,7 @@ class Clients:
     model: Model
     memory: ClientMemory | None = None
     remember: Callable[[Chunk, Work], Tensor] | None = None
+    weigh: Callable[[Chunk], Tensor] | None = None  # by sample count if nobody says
     faults: Faults = field(default_factory=Faults)
     robust: str = "mean"
     trim: float = 0.2
@@ -143,6 +146,7 @@ class Clients:
 
     def train(self, work: Work) -> Outcome:
         """Let every participant do the work from the global model, and sum up what comes back."""
+        own_steps(work, self.local)
         model, work = self.model, self.downlink.send(work, self.t, self.passes)
         jobs = self.jobs()
         self.left_out.update({client: "dropped out" for client in self.ids if self.faults.drops(self.t, client)})
@@ -151,7 +155,7 @@ class Clients:
             if self.memory is not None and self.remember is not None and work.memory:
                 self.memory.stage([job.client for job in chunk.jobs], self.remember(chunk, work))
             self.faults.corrupt(self.t, chunk)  # on the way to the server: what a client remembers is its own
-            gathered.add(chunk, work, model)
+            gathered.add(chunk, work, model, None if self.weigh is None else self.weigh(chunk))
         gathered.pool(jobs)
         if self.memory is not None and gathered.team is not None and work.memory:
             self.memory.share([job.client for job in gathered.jobs], gathered.team)
@@ -187,7 +191,11 @@ class Gathered:
     def __post_init__(self) -> None:
         self.sums, self.flows, self.stats, self.traces = (combiner(self.robust, self.trim) for _ in range(4))
 
-    def add(self, chunk: Chunk, work: Work, model: Model) -> None:
+    def add(self, chunk: Chunk, work: Work, model: Model, weight: Tensor | None = None) -> None:
+        size = torch.tensor([float(len(job.samples)) for job in chunk.jobs], dtype=torch.float64)
+        weight = size if weight is None else weight.double().cpu()
+        if weight.shape != size.shape or not bool((torch.isfinite(weight) & (weight >= 0)).all()):
+            raise FedaggError("weigh: the method must give one number a client, finite and not negative")
         fits = torch.tensor([received == chunk.delta.shape[1] for received in chunk.received])
         # Buffers that a client left alone count as such, and may be anything: a mask of infinities is nobody's fault.
         statistics = torch.where(chunk.buffers == model.buffers, 0.0, chunk.buffers - model.buffers)
@@ -206,7 +214,8 @@ class Gathered:
             self.traces.add(trace, torch.ones(1, len(chunk.jobs)), length.tolist())
         row = Answers(
             **reported,
-            size=torch.tensor([float(len(job.samples)) for job in chunk.jobs], dtype=torch.float64),
+            size=size,
+            weight=weight,
             travel=chunk.travel.double().cpu(),
             norm2=norm2,
             along=along.double().cpu(),
@@ -218,11 +227,11 @@ class Gathered:
         )
         self.jobs += chunk.jobs
         self.rows.append(row.columns())
-        lengths, ones = length.tolist(), torch.ones_like(row.size)
-        # A vote by data size and one vote each; both are divided by their sums when those are known.
-        self.sums.add(chunk.delta, torch.stack([row.size, ones]), lengths)
+        lengths, ones = length.tolist(), torch.ones_like(size)
+        # A vote by weight and one vote each; both are divided by their sums when those are known.
+        self.sums.add(chunk.delta, torch.stack([weight, ones]), lengths)
         self.flows.add(chunk.delta, ones[None], lengths, scale=1 / row.travel.clamp_min(1e-30))
-        self.stats.add(statistics, row.size[None], lengths)
+        self.stats.add(statistics, size[None], lengths)
 
     def pool(self, jobs: Sequence[Job]) -> None:
         """In a distributed run: every client's numbers to every process. Vectors stay where they are until they are summed."""
@@ -265,7 +274,9 @@ class Gathered:
     def outcome(self, valid: Sequence[bool], model: Model) -> Outcome:
         keep, columns = torch.tensor(valid), self.columns()
         numbers = {f.name: columns[f.name][keep] for f in fields(Numbers) if f.name in columns}
-        size, count = numbers["size"], int(keep.sum())
+        size, weight, count = numbers["size"], numbers["weight"], int(keep.sum())
+        if not float(weight.sum()):
+            raise NoClients  # not one of them counts
         epochs, zero = numbers["rates"].shape[1], torch.zeros_like(model.w)[None]
         weighted, plain = self.summed(self.sums, valid, zero.repeat(2, 1)).unbind()
         trace = None
@@ -274,13 +285,20 @@ class Gathered:
         return Outcome(
             **numbers,
             clients=[job.client for job, ok in zip(self.jobs, valid, strict=True) if ok],
-            theta=size / size.sum(),
-            mean=weighted / float(size.sum()),
+            theta=weight / weight.sum(),
+            mean=weighted / float(weight.sum()),
             plain=plain / count,
             velocity=self.summed(self.flows, valid, zero)[0] / count,
             buffers=model.buffers + self.summed(self.stats, valid, torch.zeros_like(model.buffers)[None])[0] / float(size.sum()),
             field=None if trace is None else split_trace(trace, epochs),
         )
+
+
+def own_steps(work: Work, local: ClientOptions) -> None:
+    """Refuse options of a client's optimiser that a step of the method's own would not heed."""
+    if work.step is not None and (local.momentum or local.optimizer != "sgd"):
+        name, value = ("momentum", local.momentum) if local.optimizer == "sgd" else ("client_optimizer", local.optimizer)
+        raise SettingError(name, value, "the method takes local steps of its own; leave it out")
 
 
 def split_trace(trace: Tensor, epochs: int) -> MeanField:

@@ -43,13 +43,20 @@ R = TypeVar("R")
 
 
 class Callback(Protocol):
-    """Watches a run: progress displays, trackers."""
+    """Watches a run: progress displays, trackers. Methods that are missing are not called; `round_done` stops the run after this
+    round by returning True."""
 
     def started(self, config: Config, done: int) -> None: ...
 
-    def round_done(self, row: dict[str, Any]) -> None: ...
+    def round_done(self, row: dict[str, Any]) -> bool | None: ...
 
     def finished(self, result: Result) -> None: ...
+
+
+def tell(callbacks: Sequence[Callback], method: str, *what: Any) -> bool:
+    """Call that method of each; did one return True?"""
+    answers = [getattr(callback, method)(*what) for callback in callbacks if hasattr(callback, method)]
+    return any(answer is True for answer in answers)
 
 
 @dataclass
@@ -141,7 +148,7 @@ def run(
         loss: per-sample loss of (output, target), (B,); cross-entropy by default.
         out: the run folder; without one nothing is written.
         resume: a run folder to go on with.
-        callbacks: watch the run.
+        callbacks: watch the run; one whose `round_done` returns True stops it.
         wrap: put an engine of yours around the run's own, to see (or change) what every client does.
     """
     if resume is not None and out is not None:
@@ -156,8 +163,7 @@ def run(
         watching = () if simulation.follows else callbacks
         keeper = Keeper(simulation, book)
         try:
-            for callback in watching:
-                callback.started(config, keeper.done)
+            tell(watching, "started", config, keeper.done)
         except BaseException:
             book.withdraw()
             raise
@@ -172,8 +178,8 @@ def run(
                     row["loss"], row["accuracy"] = simulation.evaluator(server.shown)
                 row["seconds"] = round(time.perf_counter() - clock, 6)
                 keeper.book_round(row, clients)
-                for callback in watching:
-                    callback.round_done(row)
+                if simulation.agreed(tell(watching, "round_done", row)):
+                    break
                 keeper.save_if_due()
         except KeyboardInterrupt as stop:
             keeper.interrupt(str(stop))
@@ -184,8 +190,7 @@ def run(
         result = keeper.finish()
     if simulation.team is not None and not result.interrupted:
         simulation.team.part()
-    for callback in watching:
-        callback.finished(result)
+    tell(watching, "finished", result)
     return result
 
 
@@ -236,6 +241,10 @@ class Simulation:
     def follows(self) -> bool:
         """Is this one of the other processes of a distributed run? The first one evaluates and keeps the record."""
         return self.team is not None and self.team.rank > 0
+
+    def agreed(self, stop: bool) -> bool:
+        """Does the run stop? In a distributed one the first process says so to all."""
+        return stop if self.team is None else bool(self.team.most(torch.tensor([float(stop)])))
 
     def record(self, out: str | Path | None, resume: str | Path | None) -> record.Record:
         """The run folder: a new one, one to go on with, or none."""
@@ -290,7 +299,8 @@ class Keeper:
             self.settled = self.server.freeze(self.done)
 
     def save(self) -> None:
-        facts = {"seconds": self.seconds(), "identity": self.simulation.identity}
+        numbers = self.settled.facts.get("numbers", {})
+        facts = {"seconds": self.seconds(), "identity": self.simulation.identity, "numbers": numbers}
         self.book.checkpoint(Checkpoint(self.done, self.settled.tensors, facts, memorised(self.memory)))
 
     def save_if_due(self) -> None:

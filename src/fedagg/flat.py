@@ -48,6 +48,11 @@ class Layout:
             yield name, vector[..., at : at + shape.numel()].unflatten(-1, shape or (1,))
             at += shape.numel()
 
+    def shaped(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """(name, view) of every parameter in a vector (d,), in the parameter's own shape."""
+        for (name, view), (_, shape) in zip(self.weights(vector), self.parameters, strict=True):
+            yield name, view.reshape(shape)
+
     def statistics(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
         """(name, value) of every buffer in a vector (b,) or a stack (n, b), in its own type and shape."""
         for (name, shape, dtype), (_, view) in zip(self.buffers, self.views(vector), strict=True):

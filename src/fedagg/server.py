@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedagg import checkpoint, seeding
 from fedagg.algorithms import Algorithm
 from fedagg.checkpoint import Checkpoint
 from fedagg.clients import Clients, NoClients, TooFew, Yardstick
 from fedagg.config import Config
+from fedagg.errors import FedaggError
 from fedagg.flat import Layout, Model
 from fedagg.quantize import Downlink
 from fedagg.work import ClientOptions
@@ -38,6 +39,7 @@ class Server:
         self.average = self.model.w
         self.downlink, self.yardstick = Downlink(config.downlink_bits, config.seed), Yardstick()
         self.prepared = False
+        self.frozen: list[tuple[str, Tensor, int]] = []  # what was frozen last, with its versions
         algorithm.start(self.model, module, self.layout)
 
     def connect(self, there: Callable[[], Sequence[int]], clients: Callable[..., Clients]) -> None:
@@ -61,6 +63,7 @@ class Server:
             seed=self.config.seed,
             model=self.model,
             remember=self.algorithm.remember,
+            weigh=self.algorithm.weigh,
             robust=self.config.robust,
             trim=self.config.trim,
             downlink=self.downlink,
@@ -69,11 +72,11 @@ class Server:
 
     def play(self, clients: Clients) -> bool:
         """One round with these clients: is there a new model? Where too few of them answered, everything is as it was."""
-        before = self.carried()
+        before, was = self.carried(), self.model
         try:
             self.prepare()
             before = self.carried()
-            was, self.model = self.model, self.algorithm.round(self.model, clients)
+            self.model = self.algorithm.round(was, clients)
         except (NoClients, TooFew):
             self.carry(*before)
             return False
@@ -89,10 +92,10 @@ class Server:
             self.downlink.error, self.yardstick.length = error, length
             self.prepared = True
 
-    def carried(self) -> tuple[dict[str, torch.Tensor], torch.Tensor | None, float]:
+    def carried(self) -> tuple[dict[str, Any], Tensor | None, float]:
         return dict(self.algorithm.state), self.downlink.error, self.yardstick.length
 
-    def carry(self, state: dict[str, torch.Tensor], error: torch.Tensor | None, length: float) -> None:
+    def carry(self, state: dict[str, Any], error: Tensor | None, length: float) -> None:
         self.algorithm.state, self.downlink.error, self.yardstick.length = state, error, length
 
     def settle(self, t: int) -> None:
@@ -108,28 +111,57 @@ class Server:
         """Is the model evaluated after round t?"""
         return (t + 1) % self.config.eval_every == 0 or t + 1 == self.config.rounds
 
-    def freeze(self, done: int, **facts: Any) -> Checkpoint:
+    def freeze(self, done: int) -> Checkpoint:
         """All that the server carries into the next round. Nothing is copied: rounds make new tensors and change none."""
+        self.unaltered()
         tensors = {"w": self.model.w, "buffers": self.model.buffers, "average": self.average}
         tensors["yardstick"] = torch.tensor(self.yardstick.length, dtype=torch.float64)
-        tensors |= {f"state/{name}": tensor for name, tensor in self.algorithm.state.items()}
+        numbers: dict[str, float] = {}
+        for name, value in self.algorithm.state.items():
+            if isinstance(value, Tensor):
+                tensors[f"state/{name}"] = value
+            elif isinstance(value, int | float):  # booleans are whole numbers to Python
+                numbers[name] = value
+            else:
+                raise self.wrong(f"state[{name!r}] is a {type(value).__name__}; keep tensors and numbers there")
+        self.frozen = [(name, tensor, version(tensor)) for name, tensor in tensors.items()]
         if self.downlink.error is not None:
             tensors["downlink"] = self.downlink.error
-        return Checkpoint(done, tensors, facts)
+        return Checkpoint(done, tensors, {"numbers": numbers})
+
+    def unaltered(self) -> None:
+        """What was frozen must be as it was: a round that is taken back, or saved later, needs it."""
+        for name, tensor, before in self.frozen:
+            if version(tensor) != before:
+                what = f"state[{name.removeprefix('state/')!r}]" if name.startswith("state/") else f"the model's {name}"
+                raise self.wrong(f"{what} was changed in place; make a new tensor instead")
+
+    def wrong(self, words: str) -> FedaggError:
+        return FedaggError(f"algorithm {self.algorithm.name or type(self.algorithm).__name__}: {words}")
 
     def revive(self, saved: Checkpoint) -> None:
         """Back from `freeze`. Numbers of the state in double precision stay on the CPU, where they are used."""
+        self.unaltered()
         t = saved.tensors
         self.model = Model(t["w"].to(self.device), t["buffers"].to(self.device))
         self.average = t["average"].to(self.device)
         state = {name.removeprefix("state/"): tensor for name, tensor in t.items() if name.startswith("state/")}
         state = {name: tensor if tensor.dtype == torch.float64 else tensor.to(self.device) for name, tensor in state.items()}
-        self.carry(state, t.get("downlink"), float(t["yardstick"]))
+        self.carry(state | saved.facts.get("numbers", {}), t.get("downlink"), float(t["yardstick"]))
 
     def resume(self, saved: Checkpoint) -> None:
         """Go on from a checkpoint of another process, which must be one of this server's."""
-        checkpoint.same_form(self.freeze(0).tensors, saved.tensors)
+        fresh = self.freeze(0)
+        checkpoint.same_form(fresh.tensors, saved.tensors)
+        for name in fresh.facts["numbers"]:
+            if name not in saved.facts.get("numbers", {}):
+                raise self.wrong(f"state[{name!r}] is not in the checkpoint; resume with the method the run began with")
         self.revive(saved)
+
+
+def version(tensor: Tensor) -> int:
+    """How often torch has seen it changed in place."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def client_options(config: Config) -> ClientOptions:

@@ -11,18 +11,77 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 
 from fedagg import augment, seeding
+from fedagg.errors import SettingError
+from fedagg.flat import Layout
 from fedagg.meanfield import bound_rates
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+State = dict[str, Tensor]
+Gradient = Callable[[Tensor], Tensor]
 
 
 def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
     """The loss of every sample, (B,)."""
     return functional.cross_entropy(output, target, reduction="none")
+
+
+@dataclass
+class Client:
+    """What a client knows while it trains. Under a stack of n clients, what is each one's own has a leading axis, (n, d)."""
+
+    start: Tensor  # w̄, the global weights, (d,)
+    memory: Tensor | None = None  # its remembered vector, (d,) or (n, d)
+    shift: Tensor | None = None  # mix · field of this epoch, (d,)
+
+
+@dataclass
+class Learner(Client):
+    """A client with its network as a function of flat weights, for a loss of one's own. It is always one client: engines that train
+    many at once map over them."""
+
+    module: nn.Module = field(kw_only=True)
+    layout: Layout = field(kw_only=True)
+    w: Tensor = field(kw_only=True)  # its own weights, (d,), by which the loss is differentiated
+    buffers: dict[str, Tensor] = field(kw_only=True)
+    criterion: Loss = field(kw_only=True)  # the run's own loss of (output, y), (B,)
+    looked: bool = field(default=False, init=False)
+
+    def output(self, x: Tensor, at: Tensor | None = None) -> Tensor:
+        """The network's output at the client's own weights, or at others, such as `start` or `memory`."""
+        # The first look at the own weights moves batch statistics, as training does; every other one leaves no trace.
+        moves = at is None and not self.looked
+        self.looked |= moves
+        buffers = self.buffers if moves else {name: value.clone() for name, value in self.buffers.items()}
+        weights = dict(self.layout.shaped(self.w if at is None else at))
+        output: Tensor = functional_call(self.module, (weights, buffers), (x,))
+        return output
+
+    def features(self, x: Tensor, layer: str, at: Tensor | None = None) -> Tensor:
+        """What the named layer is given, flat: (B, features)."""
+        seen: list[Tensor] = []
+        hook = self.module.get_submodule(layer).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        try:
+            self.output(x, at)
+        finally:
+            hook.remove()
+        return seen[0].flatten(1)
+
+    def losses(self, loss: ClientLoss, x: Tensor, y: Tensor) -> Tensor:
+        """What the loss says of every sample, (B,)."""
+        losses = loss(self, x, y)
+        if losses.shape != (len(x),):
+            words = f"must give one number a sample, and gave shape {tuple(losses.shape)} for {len(x)}"
+            raise SettingError("loss", getattr(loss, "__qualname__", type(loss).__qualname__), words)
+        return losses
+
+
+ClientLoss = Callable[[Learner, Tensor, Tensor], Tensor]
+LocalStep = Callable[[Client, Tensor, Gradient, Tensor, State], tuple[Tensor, State]]
 
 
 @dataclass(frozen=True)
@@ -35,6 +94,9 @@ class Work:
 
     This covers every method of the package: FedAvg is `rate` alone, FedProx adds `prox`, FedDyn `prox` and `memory`, SCAFFOLD
     `field` (its c) and `memory` (its c_i), FedCM and FedAgg `own` and `field`, and Theorem 1 is `rate` and `slope`.
+
+    What does not fit this sum is a function of one's own, a method of the algorithm, in place of a part of it: `loss` is what g is
+    the gradient of, `step` makes the whole step. Either makes of the client's memory what it likes: it is not subtracted then.
     """
 
     rate: Tensor  # (L,)
@@ -49,6 +111,17 @@ class Work:
     mask: Tensor | None = None  # (d,): 0 where a weight must not move
     trace: bool = False  # keep every epoch's mean gradient and starting point
     represent: str | None = None  # the head whose input is averaged per class after training (FedGH)
+    loss: ClientLoss | None = None  # loss(learner, x, y): the loss of every sample, (B,)
+    step: LocalStep | None = None  # step(client, w, gradient, rate, state): the next weights and state
+
+    @property
+    def custom(self) -> bool:
+        return self.loss is not None or self.step is not None
+
+    @property
+    def subtracts(self) -> bool:
+        """Is the client's memory subtracted from its direction?"""
+        return self.memory and not self.custom
 
     def rates(self, epoch: int, w: Tensor, start: Tensor, high: float | Tensor) -> Tensor:
         """η_{i,l} of clients that stand at `w` (n, d) and began the round at `start` (d,): (n,)."""
@@ -126,6 +199,7 @@ class Chunk(Report):
     """What n clients bring home. Tensors stay on the engine's device."""
 
     jobs: Sequence[Job]
+    start: Tensor  # w̄, (d,)
     delta: Tensor  # w_i - w̄, (n, d)
     buffers: Tensor  # (n, b)
     memory: Tensor | None = None  # the remembered vectors the clients trained with, (n, d)

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from fedagg.clients import Clients, Outcome
 from fedagg.errors import unknown
 from fedagg.flat import Layout, Model
-from fedagg.work import Chunk, Work
+from fedagg.work import Chunk, Client, Gradient, Learner, State, Work
 
 
 @dataclass
@@ -19,11 +20,12 @@ class Algorithm:
     """FedAvg is the default of every method here; an algorithm overrides what differs.
 
     Dataclass fields are the algorithm's options: the configuration fills those whose names it knows. `state` is all
-    that the server carries from round to round; it is saved with every checkpoint.
+    that the server carries from round to round, tensors and numbers; it is saved with every checkpoint. A round puts new tensors
+    there and changes none in place: it may have to be taken back.
     """
 
     lr: float = 0.01
-    state: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
+    state: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
     name: ClassVar[str] = ""
     remembers: ClassVar[bool] = False  # do clients keep a vector from round to round?
 
@@ -43,6 +45,20 @@ class Algorithm:
 
     def round(self, model: Model, clients: Clients) -> Model:
         return self.update(model, clients.train(self.work(clients)), clients)
+
+    def loss(self, learner: Learner, x: Tensor, y: Tensor) -> Tensor:
+        """A client's loss of every sample, (B,), for work that asks for it with `Work(loss=self.loss)`."""
+        raise AssertionError("only algorithms with a loss of their own are asked")
+
+    def step(self, client: Client, w: Tensor, gradient: Gradient, rate: Tensor, state: State) -> tuple[Tensor, State]:
+        """A local step, for work that asks for it with `Work(step=self.step)`: the next weights, and what the client keeps until
+        the next step of the round (nothing before the first). `gradient(w)` is the mini-batch's gradient anywhere. It is written
+        for one client, (d,), and many, (n, d), alike: with norms over the last axis."""
+        raise AssertionError("only algorithms with steps of their own are asked")
+
+    def weigh(self, chunk: Chunk) -> Tensor:
+        """How much each client counts in `Outcome.mean`, (n,): as many times as it has samples."""
+        return torch.tensor([float(len(job.samples)) for job in chunk.jobs], dtype=torch.float64)
 
     def remember(self, chunk: Chunk, work: Work) -> Tensor:
         """What clients keep for next time, (n, d). Runs on the client: it sees its work, not the server's state."""

@@ -8,11 +8,12 @@ the device, and a round is nothing but replays.
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -20,9 +21,15 @@ from torch import Tensor, nn
 
 from fedagg import seeding
 from fedagg.augment import augmented
-from fedagg.engines.base import Setting, Stepper, class_means, class_sums
+from fedagg.engines.base import Engine, Setting, Stepper, class_means, class_sums
+from fedagg.engines.sequential import Sequential
+from fedagg.engines.vmapped import VmappedNetwork
+from fedagg.errors import SettingError
 from fedagg.flat import Model, Workspace
-from fedagg.work import Chunk, Job, Memory, Work
+from fedagg.work import Chunk, Client, Job, LocalStep, Memory, State, Work
+
+WITHIN = 1e-2  # relative: rounding is below, and what a function does differently is above
+NUDGE = 1e-6  # in a deep network it is not: what so small a change of the weights does is rounding as well
 
 
 class Network(Protocol):
@@ -65,6 +72,8 @@ class Shape:
     memory: bool
     mask: bool
     trace: bool
+    loss: bool = False  # one of the method's own
+    step: bool = False
 
 
 @dataclass
@@ -92,9 +101,12 @@ class Stage:
         self.mask = torch.ones(d, device=device) if self.shape.mask else None
         self.memory = torch.zeros(n, d, device=device) if self.shape.memory else None
         self.mean = torch.zeros(n, d, device=device) if self.shape.trace else None
+        self.local_step: LocalStep | None = None
+        self.state: State = {}
         self.stepper = Stepper(self.setting.local, self.network.w)
         self.plain = self.stepper.m is None and not self.setting.local.clip and not self.setting.local.weight_decay
         terms = (self.shape.shift, self.shape.prox, self.shape.memory, self.shape.mask)
+        self.plain = self.plain and not self.shape.step
         self.bare = self.plain and not any(terms)  # gradient descent and no more: one pass over the weights
         self.fused_step: Callable[..., None] | None = None
         if self.plain and self.network.w.is_cuda and has_triton():
@@ -122,6 +134,9 @@ class Stage:
         self.prox.fill_(work.prox)
         self.network.w.copy_(model.w.expand(self.shape.n, -1))
         self.network.buffers.copy_(model.buffers.expand(self.shape.n, -1))
+        self.client, self.local_step, self.state = Client(model.w, own), work.step, {}
+        if isinstance(self.network, VmappedNetwork):
+            self.network.own, self.network.client = work.loss, self.client
         for term, given in ((self.start, model.w if work.prox else None), (self.memory, own), (self.mask, work.mask)):
             if term is not None and given is not None:
                 term.copy_(given)
@@ -139,6 +154,10 @@ class Stage:
             self.loss += self.descend(self.descending, x, y, scale)
             self.cursor += 1
             return
+        if self.local_step is not None:
+            self.walk(self.local_step, x, y, scale)
+            self.cursor += 1
+            return
         self.loss += self.network.gradient(x, y, scale)
         if self.mean is not None:
             self.mean += self.network.g
@@ -149,6 +168,33 @@ class Stage:
         else:
             self.update((scale[:, :1] > 0).to(scale.dtype))
         self.cursor += 1
+
+    def walk(self, step: LocalStep, x: Tensor, y: Tensor, scale: Tensor) -> None:
+        """A step of the method's own. Clients that stand still, and what is masked, stay where they are."""
+        network, active, called = self.network, scale[:, :1] > 0, False
+        before = network.w.clone()
+
+        def gradient(at: Tensor) -> Tensor:
+            nonlocal called
+            network.w.copy_(at)
+            statistics = network.buffers.clone()
+            loss = network.gradient(x, y, scale)
+            if called:  # a second look at the batch moves no statistics
+                network.buffers.copy_(statistics)
+            else:  # what clients report is the loss and the gradient they looked at first
+                called = True
+                self.loss.add_(loss)
+                if self.mean is not None:
+                    self.mean.add_(network.g)
+            return self.stepper.gradient(network.g, network.w).clone()
+
+        self.client.shift = self.shift
+        w, state = step(self.client, before, gradient, self.rate, dict(self.state))
+        moves = active if self.mask is None else active & (self.mask > 0)
+        network.w.copy_(torch.where(moves, w, before))
+        for name, value in state.items():
+            kept = self.state.get(name)
+            self.state[name] = value if kept is None else torch.where(active.view(-1, *[1] * (value.dim() - 1)), value, kept)
 
     def descend(self, network: Descending, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
         rate = self.rate * (scale[:, :1] > 0)
@@ -202,7 +248,9 @@ class Batched:
     capture: bool = False
     # May clients of different sizes be padded to train together? None: unless there are batch statistics.
     padding: bool | None = None
+    strict: bool = False  # refuse work that does not train the same here, instead of doing it one client after the other
     stages: dict[Shape, Stage] = field(default_factory=dict)
+    trusted: dict[object, bool] = field(default_factory=dict)  # losses and steps of methods' own that have been tried
     most: int = 0  # clients that fit into memory; measured when first asked for
 
     def __post_init__(self) -> None:
@@ -234,6 +282,12 @@ class Batched:
         return self.most
 
     def run(self, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> Iterator[Chunk]:
+        if work.custom and jobs and not self.trusts(model, work, jobs, memory):
+            if self.strict:
+                words = "the method's own loss or step does not train the same in a batch of clients; choose auto or sequential"
+                raise SettingError("engine", "batched", words)
+            yield from Sequential(self.setting).run(model, work, jobs, memory)
+            return
         waiting = list(self.groups(jobs))
         while waiting:
             group = waiting.pop(0)
@@ -250,13 +304,48 @@ class Batched:
                 continue
             yield chunk
 
+    def trusts(self, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> bool:
+        """Do a loss and a step of the method's own train the same here as one client after the other? Each is tried once."""
+        key = tuple(code_of(part) for part in (work.loss, work.step))
+        if key not in self.trusted:
+            self.trusted[key] = self.tried(key, model, work, jobs, memory)
+        return self.trusted[key]
+
+    def tried(self, key: object, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> bool:
+        """Some steps of two clients on a few samples, the second with one less unless they must be alike, on both engines."""
+        s = self.setting
+        local = replace(s.local, batch_size=min(4, s.local.batch_size))
+        small = replace(s, module=without_dropout(s.module), local=local, half=False, graph=None)
+        pair = [jobs[0], jobs[-1] if len(jobs) > 1 else replace(jobs[0], client=-1)]
+        sizes = (6, 6 if self.whole else 5)
+        few = [replace(job, samples=job.samples[:size], epochs=min(2, job.epochs)) for job, size in zip(pair, sizes, strict=True)]
+        plain = Sequential(small)
+
+        def moved(engine: Engine, at: Model) -> Tensor:
+            found = {j.client: delta for c in engine.run(at, work, few, memory) for j, delta in zip(c.jobs, c.delta, strict=True)}
+            return torch.stack([found[job.client] for job in few])
+
+        expected = moved(plain, model)
+        noise = moved(plain, replace(model, w=(1 + NUDGE) * model.w)) - expected
+        together = replace(self, setting=small, chunk=2, capture=False, stages={}, trusted={key: True})
+        try:
+            apart = moved(together, model) - expected
+        except Exception:  # whatever a stranger's function makes of several clients at once
+            return False
+        bounds = WITHIN * expected.norm(dim=1) + 10 * noise.norm(dim=1) + 1e-6
+        return bool((apart.norm(dim=1) <= bounds).all())
+
     def stage(self, work: Work, n: int, batch: int, steps: int) -> Stage:
         """The standing tensors for this shape, made (and captured) when first needed."""
-        shape = Shape(n, batch, work.mix is not None, work.prox != 0.0, work.memory, work.mask is not None, work.trace)
+        shape = Shape(
+            n, batch, work.mix is not None, work.prox != 0.0, work.subtracts, work.mask is not None, work.trace,
+            work.loss is not None, work.step is not None,
+        )  # fmt: skip
         stage = self.stages.get(shape)
         if stage is None or stage.capacity < steps:
-            stage = Stage(shape, self.network(self.setting, n), steps, self.setting)
-            if self.capture:
+            network = VmappedNetwork if shape.loss else self.network
+            stage = Stage(shape, network(self.setting, n), steps, self.setting)
+            if self.capture and not work.custom:
                 stage.capture()
             self.stages = {shape: stage} if self.setting.device.type == "cpu" else {**self.stages, shape: stage}
         return stage
@@ -311,6 +400,7 @@ class Batched:
         means, held = self.represent(work.represent, network, jobs) if work.represent else (None, None)
         return Chunk(
             jobs=jobs,
+            start=model.w,
             delta=network.w - model.w,
             buffers=network.buffers.clone(),
             loss=stage.loss / (counts * made).clamp_min(1),
@@ -346,6 +436,9 @@ class Batched:
         for here, there in (*pairs, *fixed):
             if here is not None and there is not None:
                 there.copy_(here)
+        short.client, short.local_step, short.state = stage.client, stage.local_step, stage.state
+        if isinstance(short.network, VmappedNetwork) and isinstance(stage.network, VmappedNetwork):
+            short.network.own, short.network.client = stage.network.own, stage.network.client
         if short.graph is not None:
             short.graph.replay()
         else:
@@ -382,6 +475,20 @@ class Batched:
             sums, counts = sums + more, counts + count
         means = sums / counts.clamp_min(1)[..., None]
         return means.to(network.w.dtype), counts.to(network.w.dtype)
+
+
+def without_dropout(module: nn.Module) -> nn.Module:
+    """A copy that draws nothing, so that two ways of training it can be compared."""
+    module = copy.deepcopy(module)
+    for part in module.modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd):
+            part.p = 0.0
+    return module
+
+
+def code_of(function: object) -> object:
+    """What makes two functions the same: their code, whatever they are bound to."""
+    return getattr(getattr(function, "__func__", function), "__code__", function)
 
 
 def seeded(network: Network, seed: int, device: torch.device) -> AbstractContextManager[None]:

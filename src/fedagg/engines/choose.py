@@ -76,10 +76,10 @@ def batched(setting: Setting, options: EngineOptions) -> Engine:
         raise SettingError(
             "engine", "batched", "the model does not train the same in a batch of clients; choose auto or sequential"
         )
-    return engine
+    return replace(engine, strict=True)
 
 
-def together(setting: Setting, options: EngineOptions, trial: Trial | None) -> Engine | None:
+def together(setting: Setting, options: EngineOptions, trial: Trial | None) -> Batched | None:
     """All clients in one batch: written-out layers where there are all, vmap for everything else; captured on a GPU. A network that
     is on trial must pass."""
     cuda = setting.device.type == "cuda"

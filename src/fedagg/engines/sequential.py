@@ -11,7 +11,7 @@ from fedagg import seeding
 from fedagg.augment import augmented
 from fedagg.engines.base import Setting, Stepper, class_means
 from fedagg.flat import Model, Workspace
-from fedagg.work import Chunk, Job, Memory, Work
+from fedagg.work import Chunk, Client, Job, Learner, Memory, State, Work
 
 
 class Sequential:
@@ -26,6 +26,7 @@ class Sequential:
             with seeding.seeded_global(job.seed, self.setting.device):
                 yield self.client(model, work, job, own)
 
+    @torch.no_grad()
     def client(self, model: Model, work: Work, job: Job, own: Tensor | None) -> Chunk:
         s, space, local = self.setting, self.space, self.setting.local
         space.load(model)
@@ -36,7 +37,7 @@ class Sequential:
         first = torch.zeros((), device=s.device)
         gradients = torch.zeros(local.epochs, s.layout.d, device=s.device) if work.trace else None
         path = torch.zeros(local.epochs + 1, s.layout.d, device=s.device) if work.trace else None
-        order, steps = job.order().to(s.device), 0
+        order, steps, state = job.order().to(s.device), 0, State()
         drawn = job.drawn(local.augment).to(s.device) if local.augment != "none" else None
 
         for epoch in range(job.epochs):
@@ -45,28 +46,27 @@ class Sequential:
             batches = order[epoch].split(local.batch_size)
             draws = drawn[epoch].split(local.batch_size) if drawn is not None else [None] * len(batches)
             for batch, draw in zip(batches, draws, strict=True):
-                space.g.zero_()
                 x = s.x[batch] if draw is None else augmented(s.x[batch], draw)
-                with s.rounding():
-                    loss = s.loss(space.module(x), s.y[batch]).mean()
-                loss.backward()
-                losses += loss.detach()
-                first = losses.clone() if steps == 0 else first
-                with torch.no_grad():
-                    if gradients is not None:
-                        gradients[epoch] += space.g / len(batches)
-                    g = stepper.gradient(space.g, space.w)
-                    d = work.own * g
+                gradient = MiniBatch(s, space, stepper, work, Client(model.w, own, shift), x, s.y[batch])
+                if work.step is not None:
+                    w, state = gradient.walk(rate, state)
+                    space.w.copy_(w)
+                else:
+                    d = work.own * gradient(space.w)
                     if shift is not None:
                         d = d + shift
                     if work.prox:
                         d = d + work.prox * (space.w - model.w)
-                    if own is not None:
+                    if own is not None and work.subtracts:
                         d = d - own
                     d = stepper.direction(d)
                     if work.mask is not None:
                         d = d * work.mask
                     space.w -= rate * d
+                losses += gradient.loss
+                first = losses.clone() if steps == 0 else first
+                if gradients is not None:
+                    gradients[epoch] += gradient.first / len(batches)
                 steps += 1
             if path is not None:
                 path[epoch + 1 :] = space.w - model.w
@@ -78,6 +78,7 @@ class Sequential:
             means, counts = class_means(space, s, work.represent, job.samples.to(s.device), batch=512)
         return Chunk(
             jobs=[job],
+            start=model.w,
             delta=(space.w - model.w)[None],
             buffers=space.statistics()[None],
             loss=losses[None] / max(steps, 1),
@@ -91,3 +92,50 @@ class Sequential:
             classes=None if means is None else means[None],
             counts=None if counts is None else counts[None],
         )
+
+
+class MiniBatch:
+    """One mini-batch of one client: called with weights (d,), it gives the gradient there."""
+
+    def __init__(
+        self, setting: Setting, space: Workspace, stepper: Stepper, work: Work, client: Client, x: Tensor, y: Tensor
+    ) -> None:
+        self.setting, self.space, self.stepper, self.work, self.client, self.x, self.y = setting, space, stepper, work, client, x, y
+        self.called = False
+
+    def __call__(self, w: Tensor) -> Tensor:
+        space, again = self.space, self.called
+        statistics = space.statistics() if again else None
+        if w is not space.w:
+            space.w.copy_(w)
+        loss = self.backward()
+        if statistics is not None:  # a second look at the batch moves no statistics
+            space.layout.restore(statistics, dict(space.module.named_buffers()))
+        if not again:  # what the client reports is the loss and the gradient it looked at first
+            self.called, self.loss, self.first = True, loss, space.g.clone() if self.work.trace else space.g
+        return self.stepper.gradient(space.g, space.w)
+
+    @torch.enable_grad()
+    def backward(self) -> Tensor:
+        """Fill the gradient of the mean loss at the workspace's weights."""
+        s, space = self.setting, self.space
+        if self.work.loss is None:
+            space.g.zero_()
+            with s.rounding():
+                loss = s.loss(space.module(self.x), self.y).mean()
+            loss.backward()
+            return loss.detach()
+        w = space.w.detach().requires_grad_()
+        buffers = dict(space.module.named_buffers())
+        learner = Learner(**vars(self.client), module=space.module, layout=s.layout, w=w, buffers=buffers, criterion=s.loss)
+        with s.rounding():
+            loss = learner.losses(self.work.loss, self.x, self.y).mean()
+        space.g.copy_(torch.autograd.grad(loss, w)[0])
+        return loss.detach()
+
+    def walk(self, rate: Tensor, state: State) -> tuple[Tensor, State]:
+        """A step of the method's own; what is masked stays where it is."""
+        assert self.work.step is not None
+        before = self.space.w.clone()
+        w, state = self.work.step(self.client, before, lambda at: self(at).clone(), rate, state)
+        return (w if self.work.mask is None else torch.where(self.work.mask > 0, w, before)), state

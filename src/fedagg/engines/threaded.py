@@ -25,12 +25,15 @@ class Threaded:
     """`network` is a form of the network that trains without autograd, one copy a thread; without it, the plain engine does."""
 
     def __init__(self, setting: Setting, threads: int, network: Callable[[Setting, int], Network] | None = None) -> None:
-        self.own = threading.local()
+        self.own, self.setting = threading.local(), setting
         # A pool keeps the arguments of its initializer: with the engine among them, neither would ever be freed.
         self.pool = ThreadPoolExecutor(threads, initializer=prepare, initargs=(self.own, setting, network))
         self.note = f"{threads} clients at a time, a thread and a core each"
 
     def run(self, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> Iterator[Chunk]:
+        if work.loss is not None:  # it may draw random numbers, and torch's generator is shared by all threads
+            yield from Sequential(self.setting).run(model, work, jobs, memory)
+            return
         remembered = memory.read([job.client for job in jobs]) if memory is not None and work.memory else [None] * len(jobs)
 
         def client(index: int) -> Chunk:

@@ -10,13 +10,18 @@ from torch import Tensor
 from torch.func import functional_call, grad_and_value, vmap
 
 from fedagg.engines.base import Setting
+from fedagg.work import Client, ClientLoss, Learner
 
 # Which of its operations torch runs one client at a time is no concern of the user's: the result is the same.
 warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet implemented the batching rule")
 
 
 class VmappedNetwork:
-    """n copies of a module: weights `w` (n, d), gradients `g` (n, d), buffers (n, b). Every client draws its own dropout."""
+    """n copies of a module: weights `w` (n, d), gradients `g` (n, d), buffers (n, b). Every client draws its own dropout.
+    `own` is a loss of the method's in place of the run's, and `client` what that loss may look at."""
+
+    own: ClientLoss | None = None
+    client: Client | None = None
 
     def __init__(self, setting: Setting, n: int) -> None:
         self.setting, self.n = setting, n
@@ -38,13 +43,33 @@ class VmappedNetwork:
             output = functional_call(self.module, (weights, buffers), (x,))
             return (self.setting.loss(output, y) * scale).sum(), buffers
 
+    def own_loss(
+        self, w: Tensor, memory: Tensor | None, buffers: dict[str, Tensor], x: Tensor, y: Tensor, scale: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """As `loss`, of flat weights (d,), with the method's own."""
+        assert self.own is not None
+        assert self.client is not None
+        learner = Learner(
+            self.client.start, memory, self.client.shift,
+            module=self.module, layout=self.setting.layout, w=w, buffers=buffers, criterion=self.setting.loss,
+        )  # fmt: skip
+        with self.setting.rounding():
+            return (learner.losses(self.own, x, y) * scale).sum(), buffers
+
     def gradient(self, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
         n, batch = scale.shape
         buffers = {name: value.clone() for name, value in self.setting.layout.statistics(self.buffers)}
         x, y = x.view(n, batch, *x.shape[1:]), y.view(n, batch, *y.shape[1:])
-        grads, (loss, after) = self.step(self.weights, buffers, x, y, scale)
-        for name, value in grads.items():
-            self.grads[name].copy_(value)
+        if self.own is not None and self.client is not None:
+            memory = self.client.memory
+            over = (0, None if memory is None else 0, 0, 0, 0, 0)
+            step = vmap(grad_and_value(self.own_loss, has_aux=True), in_dims=over, randomness="different")
+            grad, (loss, after) = step(self.w, memory, buffers, x, y, scale)
+            self.g.copy_(grad)
+        else:
+            grads, (loss, after) = self.step(self.weights, buffers, x, y, scale)
+            for name, value in grads.items():
+                self.grads[name].copy_(value)
         if after:
             new = torch.cat([value.reshape(n, -1).to(self.buffers.dtype) for value in after.values()], 1)
             self.buffers.copy_(torch.where(scale[:, :1] > 0, new, self.buffers))  # who stands still has seen nothing

@@ -72,14 +72,15 @@ def client_app(
         samples = torch.arange(len(node.data))
         job = Job(client=client, samples=samples, epochs=order.local.epochs, seed=order.seed)
         at, work = order.model.to(setting.device), messages.moved(order.work, setting.device)
+        method = method_of(order) if work.memory or order.custom else None
+        work = replace(work, **{name: getattr(method, name) for name in order.custom})
         if quiet:
             updates_only(work, "quiet")
         memory = ClientMemory(client + 1, setting.layout.d)
         if work.memory:
             memory.write(client, recall(context, order, setting.layout.d))
         (chunk,) = Sequential(setting).run(at, work, [job], memory)
-        if work.memory:
-            method = algorithms.build(order.method, order.options)
+        if method is not None and work.memory:
             keep(context, memory.read([client])[0], method.remember(chunk, work)[0], order)
         if quiet:
             chunk = hushed(chunk, work)
@@ -104,6 +105,14 @@ def client_app(
         return Message(RecordDict({"metrics": record}), reply_to=message)
 
     return app
+
+
+def method_of(order: messages.Order) -> algorithms.Algorithm:
+    """The node's own copy of the method: losses, steps and what clients remember are code, which does not travel."""
+    if order.method not in algorithms.REGISTRY:
+        words = "is not known on this node; import the module that registers it where the ClientApp is made"
+        raise SettingError("algorithm", order.method, words)
+    return algorithms.build(order.method, order.options)
 
 
 def hushed(chunk: Chunk, work: Work) -> Chunk:

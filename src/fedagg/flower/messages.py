@@ -46,6 +46,7 @@ class Order:
     accepted: tuple[int, int]  # round and pass of the node's last answer that counted
     method: str
     options: dict[str, Any]
+    custom: tuple[str, ...] = ()  # which of `loss` and `step` are the method's own
     veil: float = 0.0  # under secure aggregation, what sample counts are divided by
 
 
@@ -121,7 +122,9 @@ def write_order(order: Order, packed: Packed | None) -> tuple[ArrayRecord, Confi
         config["mask"] = np.packbits(work.mask.cpu().numpy() > 0).tobytes()
     if work.represent is not None:
         config["represent"] = work.represent
-    if work.memory:
+    if work.custom:  # functions do not travel: the node's own copy of the method has them
+        config["custom"] = [name for name in ("loss", "step") if getattr(work, name) is not None]
+    if work.memory or work.custom:
         config["run"], config["method"], config["options"] = f"{order.run:x}", order.method, json.dumps(order.options)
     return arrays(order.model), config
 
@@ -167,6 +170,7 @@ def read_order(content: RecordDict, layout: Layout) -> Order:
         accepted=(int(config["accepted"][0]), int(config["accepted"][1])),
         method=str(config.get("method", "")),
         options=json.loads(config.get("options", "{}")),
+        custom=tuple(str(name) for name in config.get("custom", ()) if name in ("loss", "step")),
         veil=float(config.get("veil", 0.0)),
     )
 
@@ -208,6 +212,7 @@ def read_answer(
     return Chunk(
         **{name: torch.tensor([value]) for name, value in told.items()},
         jobs=[job],
+        start=model.w,
         delta=(mine.w.to(model.w) - model.w)[None],
         buffers=mine.buffers.to(model.w)[None],
         local=local,

@@ -131,6 +131,7 @@ class PrivateClients(Clients):
             buffers=model.buffers,
             theta=ones / n,
             size=ones,
+            weight=ones,
             steps=ones * self.steps * self.epochs,
             travel=ones * travel,
             norm2=ones * float(mean.double().square().sum()),

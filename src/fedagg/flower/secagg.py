@@ -203,6 +203,7 @@ class VeiledClients(Clients):
             velocity=evenly * velocity,
             buffers=model.buffers,
             size=size,
+            weight=size,
             theta=size / size.sum(),
             travel=(rates * self.local.gains(steps / self.epochs)).sum(1) * steps / self.epochs,
         )

@@ -155,6 +155,9 @@ class FedAggStrategy(Strategy):
         self.members = Members(self.layout)
         algorithm = algorithms.build(config.method, config.model_dump())
         self.options = algorithms.options(config.method, config.model_dump())
+        if (secure or privacy is not None) and type(algorithm).weigh is not algorithms.Algorithm.weigh:
+            words = "sums clients by sample count or plainly; choose a method that does not weigh them itself"
+            raise SettingError("secure" if secure else "privacy", True, words)
         self.server = Server(config, algorithm, module, torch.device("cpu"))
         self.server.connect(lambda: sorted(self.members.nodes), self.enlist)
         self.accepted: dict[int, tuple[int, int]] = {}
