@@ -122,7 +122,7 @@ def test_a_mask_of_numbers_is_not_taken_for_indices() -> None:
         ({"loss": "mse"}, "loss = 'mse': give a function of output and target"),
         ({"data": fedagg.Dataset(X, Y + 1, X, Y + 1)}, r"labels from 0 to 3 need 4; no label is 0: count from 0, with y - 1"),
         ({"callbacks": print}, "callbacks = 'builtin_function_or_method': give a list"),
-        ({"callbacks": [print]}, "callbacks = 'print': has no method started"),
+        ({"callbacks": [print]}, "callbacks = 'print': give an object with some of the methods started"),
         ({"data": fedagg.Dataset((X * 9).astype(np.int64), Y, (X * 9).astype(np.int64), Y)}, "in int64"),
     ],
 )

@@ -83,7 +83,7 @@ class Tolerant:
     def finished(self, result: Result) -> None:
         self.tell(self.tracker.finished, result)
 
-    def tell(self, listen: Callable[[Any], None], what: object) -> None:
+    def tell(self, listen: Callable[[Any], object], what: object) -> None:
         if self.works:
             try:
                 listen(what)

@@ -141,7 +141,9 @@ def read_order(content: RecordDict, layout: Layout) -> Order:
     mask = None
     if "mask" in config:
         mask = torch.from_numpy(np.unpackbits(np.frombuffer(config["mask"], np.uint8), count=layout.d)).float()
-    plan = {k: torch.tensor(config[k], dtype=torch.float64).view(epochs, rows) for k in ("slope", "mix") if k in config}
+    plan: dict[str, Any] = {
+        k: torch.tensor(config[k], dtype=torch.float64).view(epochs, rows) for k in ("slope", "mix") if k in config
+    }
     work = Work(
         rate=torch.tensor(config["rate"], dtype=torch.float64),
         low=float(config["low"]),
