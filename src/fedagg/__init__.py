@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,9 +29,12 @@ HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Names are imported when they are first used: `import fedagg` alone does not load torch."""
-    if name not in HOMES:
+    """Names and modules are imported when they are first used: `import fedagg` alone does not load torch."""
+    if name in HOMES:
+        value = getattr(importlib.import_module(f"fedagg.{HOMES[name]}"), name)
+    elif not name.startswith("_") and importlib.util.find_spec(f"fedagg.{name}") is not None:
+        value = importlib.import_module(f"fedagg.{name}")
+    else:
         raise AttributeError(f"module 'fedagg' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"fedagg.{HOMES[name]}"), name)
     globals()[name] = value
     return value
