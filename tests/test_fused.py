@@ -297,7 +297,7 @@ def test_channels_that_grow_in_one_piece_of_memory(dtype: torch.dtype) -> None:
         network = StackedNetwork(setting, n, conv=form)
         if form == "fused":
             joints = [type(place.layer).__name__ for place in network.places if isinstance(place.layer, Concatenate)]
-            assert joints == ["Grow", "Grow", "Concatenate", "Beside"]
+            assert joints == ["Grow", "Grow", "Concatenate", "DirectConcatenate"]
             network.dtype = dtype
         network.w.copy_(torch.cat([p.detach().flatten() for p in module.parameters()]).expand(n, -1))
         network.w.add_(random(*network.w.shape, seed=3), alpha=0.05)

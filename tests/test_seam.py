@@ -90,7 +90,7 @@ def run(module: nn.Module, data: Dataset, algorithm: str, **more: Any) -> Tensor
         "device": "cpu",
         "threads": 2,
     }
-    result = fedagg.run(data=data, model=module, parts=parts(), algorithm=algorithm, device="cpu", **{**settings, **more})
+    result = fedagg.run(data=data, model=module, parts=parts(), algorithm=algorithm, **{**settings, **more})
     return Layout(module).pack(result.model).w
 
 
