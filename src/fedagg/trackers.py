@@ -134,7 +134,7 @@ class MLflow:
 
     def started(self, config: Config, done: int) -> None:
         param = self.entities.Param
-        chosen = [param(name, str(value)) for name, value in config.model_dump().items() if value is not None]
+        chosen = [param(name, str(value)) for name, value in config.flat().items() if value not in (None, ())]
         with self.one_line():
             found = self.client.get_experiment_by_name("fedagg")
             experiment = found.experiment_id if found else self.client.create_experiment("fedagg")
@@ -158,7 +158,7 @@ class WandB:
 
     def started(self, config: Config, done: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        about = {"name": self.folder.name, "dir": str(self.folder), "config": config.model_dump()}
+        about = {"name": self.folder.name, "dir": str(self.folder), "config": config.flat()}
         with one_line("wandb", "see that wandb can log in, or set WANDB_MODE=offline to keep the run on this machine"):
             self.run = self.wandb.init(project="fedagg", **about)
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fedagg.theory.from_run import Analysis, Statement
 
 SHOWN = 8  # rounds in the table
+ALPHA = 0.1  # of Algorithm 1, for runs of methods that have none
 
 
 def bounds(
@@ -59,7 +60,7 @@ def iterate(analysis: Analysis, passes: int) -> list[Pass]:
     from fedagg.theory.fixed_point import algorithm_one
 
     c = analysis.config
-    return algorithm_one(analysis.objective, analysis.start, c.alpha, c.epochs, c.lr, passes)
+    return algorithm_one(analysis.objective, analysis.start, c.options.get("alpha", ALPHA), c.epochs, c.lr, passes)
 
 
 def pair(one: Statement, t: int) -> str:

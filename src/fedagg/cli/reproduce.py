@@ -52,7 +52,7 @@ def reproduce(
     drawn: Annotated[Path | None, typer.Option("--figures", help="where figures go (default RESULTS/figures)")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="fill the results folder only: no table, no figure")] = False,
 ) -> int:
-    """Run what a table or figure of the paper needs, and set it beside the paper's own numbers.
+    """Run what a table or figure of the paper needs, and set it beside the paper's numbers.
 
     Cells that are in the results folder already are not run again. Ctrl-C stops after the current round, and the
     same command goes on from there.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedagg.algorithms import REGISTRY
-from fedagg.config import Config, resolve
+from fedagg.config import Config, having, options_of, resolve
 from fedagg.errors import SettingError, unknown
 
 FOLDER = Path(__file__).resolve().parent.parent / "experiments" / "paper"
@@ -56,9 +56,15 @@ class Spec:
         own = {k: v for k, v in (variant or self.variants[0]).items() if k != "name"}
         named = {"algorithm": "fedagg", "variant": "paper"} if method == "fedagg-paper" else {"algorithm": method}
         given = {**self.settings, **row.settings, **own, **named, "participation": participation, "seed": seed}
-        config = resolve({k: v for k, v in given.items() if k != "preset"}, preset=given.get("preset"))
+        config = resolve(self.fit({k: v for k, v in given.items() if k != "preset"}), preset=given.get("preset"))
         rounds = max(1, round(config.rounds * self.rounds_scale))
         return config.changed(rounds=rounds, **self.overrides)
+
+    @staticmethod
+    def fit(given: dict[str, Any]) -> dict[str, Any]:
+        """An option goes to those of the methods that have it; a name that no method has stays, and is refused."""
+        own = options_of(given)
+        return {k: v for k, v in given.items() if k in Config.model_fields or k in own or not having(k)}
 
 
 @dataclass(frozen=True)
