@@ -140,7 +140,7 @@ class Config(BaseModel):
         recorded, method = context.get("recorded", False), context.get("method")
         if not recorded:
             plugins.load(self.plugin)
-        self.names_exist(recorded or method is not None)
+        self.names_exist(recorded, recorded or method is not None)
         if not recorded:
             for setting, users in OF_PARTITIONS.items():
                 if setting in self.model_fields_set and self.partition not in users:
@@ -151,7 +151,8 @@ class Config(BaseModel):
             self.__dict__["options"] = self.fitting(method, recorded)
         return self
 
-    def names_exist(self, any_method: bool) -> None:
+    def names_exist(self, recorded: bool, any_method: bool) -> None:
+        """What is recorded may come from a plugin that is not here."""
         from fedagg import aggregate, data, models, partition  # they take a second to import, and `fedagg list` needs none
 
         if Path(self.dataset).suffix in (".csv", ".npy", ".npz", ".pt", ".parquet"):
@@ -159,15 +160,18 @@ class Config(BaseModel):
             raise SettingError("dataset", self.dataset, words)
         if not any_method:
             self.method_exists()
-        for setting, value, known in (
-            ("dataset", self.dataset, [*data.names(), "custom"]),
-            ("model", self.model, [*models.names(), "custom"]),
-            ("partition", self.partition, [*partition.names(), "custom"]),
-            ("engine", self.engine, ENGINES),
-            ("robust", self.robust, aggregate.RULES),
+        for setting, names, registry in (
+            ("dataset", data.names, data.REGISTRY),
+            ("model", models.names, models.ARCHITECTURES),
+            ("partition", partition.names, partition.REGISTRY),
         ):
-            if value not in known:
-                raise unknown(setting, value, known)
+            value = getattr(self, setting)
+            if value != "custom" and not recorded and value not in names() and not registry.has(value):
+                registry.all()
+                raise unknown(setting, value, [*names(), "custom"])
+        for setting, known in (("engine", ENGINES), ("robust", aggregate.RULES)):
+            if getattr(self, setting) not in known:
+                raise unknown(setting, getattr(self, setting), known)
 
     def method_exists(self) -> None:
         from fedagg.algorithms import REGISTRY

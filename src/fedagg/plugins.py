@@ -17,10 +17,10 @@ _loaded: dict[str, str] = {}  # file -> the module made of it
 def named(given: Any, folder: Path | None = None) -> tuple[str, ...]:
     """Plugins as people give them: one, several with commas between them, or a list. Files become absolute, so that a run can be
     gone on with from anywhere."""
-    words = given.split(",") if isinstance(given, str) else [] if given is None else given
-    if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
+    words = given.split(",") if isinstance(given, str) else [] if given is None else [given] if isinstance(given, Path) else given
+    if not isinstance(words, list | tuple) or not all(isinstance(word, str | Path) for word in words):
         raise SettingError("plugin", given, "give a Python file or the name of a module, or a list of these")
-    stripped = [word.strip() for word in words]
+    stripped = [str(word).strip() for word in words]
     return tuple(dict.fromkeys(str(((folder or Path()) / w).resolve()) if w.endswith(".py") else w for w in stripped if w))
 
 

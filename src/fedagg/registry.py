@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import EntryPoint, entry_points
 from typing import TypeVar
 
@@ -20,9 +20,10 @@ class Registry(dict[str, T]):
     Entry points of other packages are loaded when their name is asked for, or all names are.
     """
 
-    def __init__(self, setting: str, group: str, known: dict[str, T] | None = None) -> None:
+    def __init__(self, setting: str, group: str, known: dict[str, T] | None = None, taken: Iterable[str] = ()) -> None:
+        """`taken` are names that mean something else already."""
         super().__init__(known or {})
-        self.setting, self.group = setting, group
+        self.setting, self.group, self.taken = setting, group, tuple(taken)
 
     def register(self, name: str) -> Callable[[G], G]:
         """A decorator that makes a thing known by this name."""
@@ -37,6 +38,8 @@ class Registry(dict[str, T]):
         """Registering the same class or function again, as reloading its module does, is fine."""
         if not isinstance(name, str) or not name or name == "custom" or not name.isprintable() or set(name) & set(" ,/\\"):
             raise SettingError(self.setting, name, "a name is a word without blanks, commas and slashes, and not 'custom'")
+        if name in self.taken:
+            raise SettingError(self.setting, name, f"is a name of the package's own; choose another name for {origin(thing)}")
         if name in self and origin(self[name]) != origin(thing):
             raise SettingError(self.setting, name, f"is taken by {origin(self[name])}; choose another name for {origin(thing)}")
         self[name] = thing
@@ -52,7 +55,7 @@ class Registry(dict[str, T]):
                         words = f"cannot be loaded from {entry.value}: {first_line(error)}; mend or remove that package"
                         raise SettingError(self.setting, name, words) from None
         if name not in self:
-            raise unknown(self.setting, name, self.all())
+            raise unknown(self.setting, name, [*self.taken, *self.all()])
         return self[name]
 
     def has(self, name: str) -> bool:
@@ -84,4 +87,5 @@ def installed(group: str) -> tuple[EntryPoint, ...]:
 
 def origin(thing: object) -> str:
     """Where a class or function was written."""
+    thing = getattr(thing, "make", thing)  # a network is kept with its options
     return f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"

@@ -16,15 +16,14 @@ from typing import Any
 
 from fedagg import files
 from fedagg.config import Config
-from fedagg.errors import FedaggError, FedaggWarning, first_line, unknown
+from fedagg.errors import FedaggError, FedaggWarning, first_line
 from fedagg.federation import Callback, Result
+from fedagg.registry import Registry
 
 
 def make(name: str, folder: Path) -> Callback:
     """The tracker of that name; what it writes beside the run goes under `folder`."""
-    if name not in TRACKERS:
-        raise unknown("track", name, TRACKERS)
-    return Tolerant(name, TRACKERS[name](folder))
+    return Tolerant(name, TRACKERS.find(name)(folder))
 
 
 def scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -169,8 +168,6 @@ class WandB:
         self.run.finish(exit_code=int(result.interrupted))
 
 
-TRACKERS: dict[str, type[TensorBoard] | type[MLflow] | type[WandB]] = {
-    "tensorboard": TensorBoard,
-    "mlflow": MLflow,
-    "wandb": WandB,
-}
+PUBLISHED: dict[str, Callable[[Path], Callback]] = {"tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WandB}
+TRACKERS: Registry[Callable[[Path], Callback]] = Registry("track", "fedagg.trackers", PUBLISHED)
+register = TRACKERS.register

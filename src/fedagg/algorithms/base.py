@@ -25,7 +25,7 @@ LR = 0.01  # the base rate where nobody says otherwise
 class Algorithm:
     """FedAvg is the default of every method here; an algorithm overrides what differs.
 
-    Dataclass fields are the algorithm's options, best declared with `fedagg.option`. `lr`, the base rate, is a setting of every run.
+    Dataclass fields are the algorithm's options, best declared with `fedagg.option`. `lr`, the base rate, is every run's.
     `state` is all that the server carries from round to round, tensors and numbers; it is saved with every checkpoint. A round puts
     new tensors there and changes none in place: it may have to be taken back.
     """

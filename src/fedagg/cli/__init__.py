@@ -6,6 +6,7 @@ import inspect
 import io
 import sys
 import warnings
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -40,19 +41,20 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args and args[0] in COMMANDS:
-            self.add_command(load(args[0]), args[0])
+            self.add_command(load(args[0], args[1:]), args[0])
         return super().resolve_command(ctx, args)
 
 
-def load(name: str) -> click.Command:
-    """A command in full. What it has of options may depend on methods that were registered a moment ago."""
+def load(name: str, arguments: Sequence[str] = ()) -> click.Command:
+    """A command in full. Its options depend on the methods that there are, so plugins among the arguments come first."""
     module, _, attribute = COMMANDS[name][0].partition(":")
     found = getattr(import_module(f"fedagg.cli.{module}"), attribute)
     if isinstance(found, typer.Typer):
         return typer.main.get_command(found)
     if any(p.kind is p.VAR_KEYWORD for p in inspect.signature(found).parameters.values()):
-        from fedagg.cli.options import with_settings
+        from fedagg.cli.options import bring, with_settings
 
+        bring(arguments)
         found = with_settings(found)
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     alone.command(name)(found)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from fedagg import files, runs
+from fedagg import files, plugins, runs
 from fedagg.cli import given
 from fedagg.cli.show import out
 
@@ -38,7 +38,9 @@ def bounds(
     """
     from fedagg.theory import from_run, present  # loads matplotlib and scipy
 
-    given.refuse(runs.load(run).config, "run", run, "fedagg.theory.from_run.analyse(Path({folder!r}), {given})")
+    config = runs.load(run).config
+    plugins.load(config.plugin)
+    given.refuse(config, "run", run, "fedagg.theory.from_run.analyse(Path({folder!r}), {given})")
     analysis = from_run.analyse(run, rounds, data_dir=data_dir)
     folder = files.folder(out_dir or run)
     written = present.write(analysis, folder)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
 
+from fedagg import plugins
 from fedagg.algorithms import REGISTRY
-from fedagg.config import PRESETS, SETTINGS, Config, choices
+from fedagg.cli.catalogue import Plugin
+from fedagg.config import PRESETS, SETTINGS, Config, choices, read
 from fedagg.options import Option, declared
 
 OF_METHODS = "Options of methods"
-PLUGIN = "a Python file or module that brings methods, data sets, models, partitions or trackers; may be repeated"
-Plugin = Annotated[list[str] | None, typer.Option("--plugin", help=PLUGIN, show_default=False)]
 
 
 def parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
@@ -64,6 +66,20 @@ def method_option(name: str, having: dict[str, Option]) -> inspect.Parameter:
 def preset() -> inspect.Parameter:
     text = f"one of the paper's settings: {', '.join(PRESETS)}"
     return parameter("preset", Annotated[str | None, typer.Option("--preset", help=text, show_default=False)])
+
+
+def bring(arguments: Sequence[str]) -> None:
+    """Load what a command line names before it is read: methods of plugins and of other packages have options of their own."""
+    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    after = list(pairwise(words))
+    files = [Path(word) for word in words if word.endswith(".toml")]
+    files += [Path(folder) / "config.toml" for flag, folder in after if flag == "--resume"]
+    said = [read(file) for file in files if file.is_file()]
+    for given in (*(name for flag, name in after if flag == "--plugin"), *(one.get("plugin") for one in said)):
+        plugins.load(plugins.named(given))
+    for name in (*(part for word in words for part in word.split(",")), *(str(one.get("algorithm")) for one in said)):
+        if name and REGISTRY.has(name):
+            REGISTRY.find(name)
 
 
 def with_settings(function: Callable[..., Any]) -> Callable[..., Any]:

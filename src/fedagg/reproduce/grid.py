@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from fedagg import plugins
 from fedagg.algorithms import REGISTRY
 from fedagg.config import Config, having, options_of, resolve
 from fedagg.errors import SettingError, unknown
@@ -100,10 +101,14 @@ def load(name: str) -> Spec:
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise SettingError("experiment", name, f"is not TOML: {error}") from None
     try:
-        return parse(path.stem, text)
+        spec = parse(path.stem, text)
     except (KeyError, TypeError, AttributeError) as error:
         fix = f"{error} is missing or has the wrong type; see experiments/paper"
         raise SettingError("experiment", name, fix) from None
+    if "plugin" in spec.settings:
+        spec.settings["plugin"] = plugins.named(spec.settings["plugin"], path.parent)
+        plugins.load(spec.settings["plugin"])
+    return spec
 
 
 def parse(name: str, text: dict[str, Any]) -> Spec:
@@ -147,8 +152,8 @@ def narrow(
     if methods is not None:
         methods = list(every_method()) if list(methods) == ["all"] else methods
         for method in methods:
-            if method not in REGISTRY:
-                raise unknown("algorithms", method, [*REGISTRY, "all"])
+            if not REGISTRY.has(method):
+                raise unknown("algorithms", method, [*REGISTRY.all(), "all"])
     if not 0 < rounds_scale < float("inf"):
         raise SettingError("rounds-scale", rounds_scale, "must be above 0; 1 is the paper's number of rounds")
     return replace(
@@ -168,8 +173,9 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def every_method() -> tuple[str, ...]:
-    """Every method of the package, FedAgg last, as the paper has it."""
-    return (*sorted(name for name in REGISTRY if not name.startswith("fedagg")), "fedagg-paper", "fedagg")
+    """Every method, FedAgg last, as the paper has it."""
+    last = ("fedagg-paper", "fedagg")
+    return (*sorted(name for name in REGISTRY.all() if name not in last), *last)
 
 
 def cells(spec: Spec) -> Iterator[Cell]:
