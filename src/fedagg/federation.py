@@ -142,7 +142,7 @@ def run(
 
     Args:
         config: a complete configuration, which `settings` change; else `settings` and `preset` make one. Keyword names are the
-            command line's options.
+            command line's options, those of the method among them.
         algorithm: a method's name, or your own object.
         data: your own data in place of a named set.
         model: a name, or your own module.
