@@ -14,6 +14,7 @@ import torch
 
 import fedagg
 from fedagg import cli
+from fedagg.cli import compare
 from fedagg.config import PRESETS, Config, make, resolve
 from fedagg.errors import SettingError
 
@@ -116,11 +117,11 @@ def test_option_beats_file_beats_preset_beats_default(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_presets_are_the_papers_table(preset: str, lr: float, batch: int, rounds: int) -> None:
     config = make(PRESETS[preset])
-    assert (config.lr, config.batch_size, config.rounds, config.epochs, config.alpha) == (lr, batch, rounds, 3, 0.1)
+    assert (config.lr, config.batch_size, config.rounds, config.epochs, config.options["alpha"]) == (lr, batch, rounds, 3, 0.1)
 
 
 def test_the_toml_of_a_configuration_is_complete(tmp_path: Path) -> None:
-    config = Config(algorithm="fedprox", mu=0.3, sigma=float("inf"), head="x")
+    config = Config(algorithm="fedgh", head_lr=0.3, partition="dirichlet", sigma=float("inf"), head="x")
     (tmp_path / "c.toml").write_text(config.toml())
     assert resolve({}, tmp_path / "c.toml") == config
 
@@ -160,7 +161,7 @@ def test_compare_checks_every_method_before_it_writes(
 def test_compare_goes_on_where_it_was_stopped(
     named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Impatient(cli.compare.Live):
+    class Impatient(compare.Live):
         def round_done(self, row: dict[str, object]) -> None:
             if (self.label, row["round"]) == ("fedavg", 1):
                 raise KeyboardInterrupt
@@ -168,7 +169,7 @@ def test_compare_goes_on_where_it_was_stopped(
     monkeypatch.chdir(tmp_path)
     assert call("compare", "fedagg,fedavg,fedadam", *TINY, "--out", "whole") == 0
     with monkeypatch.context() as patch:
-        patch.setattr(cli.compare, "Live", Impatient)
+        patch.setattr(compare, "Live", Impatient)
         patch.setattr(cli, "leave", sys.exit)  # a thread of another test must not end this process at once
         assert call("compare", "fedagg,fedavg,fedadam", *TINY, *(["--out", "c"] if named else [])) == 130
     (folder,) = [Path("c")] if named else list(Path("runs").iterdir())

@@ -16,7 +16,8 @@ from flwr.common.constant import ErrorCode
 from torch.utils.data import DataLoader, TensorDataset
 
 import fedagg
-from fedagg import models, seeding
+from fedagg import models, plugins, seeding
+from fedagg.algorithms import REGISTRY
 from fedagg.config import Config, make
 from fedagg.errors import SettingError
 from fedagg.flower import FedAggStrategy, client_app
@@ -744,3 +745,40 @@ def test_data_in_the_forms_that_training_scripts_have():
         assert node_data(given).tests
     with pytest.raises(SettingError, match="data"):
         node_data({"x": x})
+
+
+PLUGIN = """
+from dataclasses import dataclass
+from fedagg import option, register
+from fedagg.algorithms.scaffold import Scaffold
+
+
+@register("own-scaffold")
+@dataclass
+class Own(Scaffold):
+    keep: float = option(1.0, "share of what is remembered that is kept")
+
+    def remember(self, chunk, work):
+        return self.keep * super().remember(chunk, work)
+"""
+
+
+def test_server_and_nodes_load_the_plugin_of_the_run_configuration(tmp_path, monkeypatch):
+    path = tmp_path / "own_scaffold.py"
+    path.write_text(PLUGIN)
+    given = {"plugin": str(path), "algorithm": "own-scaffold", "keep": 0.5, "clients": NODES, "rounds": 3, "lr": 0.05}
+    try:
+        config, _ = split(dict(given))
+        alone = simulated(**{key: value for key, value in config.flat().items() if value is not None})
+        grid = HereGrid(client_app(model, node), NODES)
+        for context in grid.contexts.values():
+            context.run_config["plugin"] = str(path)
+        strategy = FedAggStrategy(model(), config)
+        REGISTRY.pop("own-scaffold")  # a node is another process, and has loaded nothing yet
+        monkeypatch.setattr(plugins, "_loaded", {})
+        strategy.run(grid, wait=0)
+        assert "own-scaffold" in REGISTRY
+    finally:
+        REGISTRY.pop("own-scaffold", None)
+    assert torch.allclose(strategy.now.w, strategy.layout.pack(alone.model).w, rtol=0, atol=1e-5)
+    assert not any(row["left_out"] for row in strategy.book.history)

@@ -33,7 +33,8 @@ import fedagg
 import tiny
 from fedagg import checkpoint, config, partition
 from fedagg.checkpoint import Checkpoint
-from fedagg.config import PRESETS, Config
+from fedagg.cli.options import methods
+from fedagg.config import PRESETS, SETTINGS, Config
 from fedagg.data import sources
 from fedagg.data.cifar import read_cifar
 from fedagg.data.idx import read_idx
@@ -152,7 +153,7 @@ VALUES: st.SearchStrategy[Any] = st.one_of(
     st.lists(st.integers(), max_size=2), st.dictionaries(st.text(max_size=3), st.integers(), max_size=1),
     st.dates(), st.none(),
 )  # fmt: skip
-KEYS = st.one_of(st.sampled_from([*Config.model_fields, "preset"]), st.text(max_size=6))
+KEYS = st.one_of(st.sampled_from([*SETTINGS, *methods(), "preset"]), st.text(max_size=6))
 
 
 def usable(made: Config) -> None:
@@ -191,7 +192,7 @@ def test_any_values_as_settings(place: Path, in_file: dict[str, Any], given: dic
         usable(config.make(given))
 
 
-FLAGS = [f"--{name.replace('_', '-')}" for name in Config.model_fields]
+FLAGS = [f"--{name.replace('_', '-')}" for name in (*SETTINGS, *methods())]
 ARGUMENTS = st.one_of(
     st.sampled_from(
         [

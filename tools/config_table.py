@@ -1,6 +1,6 @@
-"""Bring the tables of settings in docs/configuration.md up to date with `Config`, which describes every setting.
+"""Bring the tables in docs/configuration.md up to date: settings with `Config`, options with the methods that declare them.
 
-A table stands between two comments; the first names its settings, or is `presets`:
+A table stands between two comments; the first names its settings, or is `presets`, or `methods` for the options of all methods:
 
     <!-- settings: algorithm dataset model -->
     (the table)
@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from fedagg import files
-from fedagg.config import PRESETS, Config, choices
+from fedagg.algorithms import REGISTRY
+from fedagg.config import PRESETS, SETTINGS, Config, choices
+from fedagg.options import LIMITS, Option, declared
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 MARKED = re.compile(r"(<!-- settings: (?P<names>[a-z0-9_ \n]+) -->\n).*?(<!-- /settings -->)", re.DOTALL)
@@ -37,8 +39,21 @@ def allowed(name: str) -> str:
     return ", ".join(limits)
 
 
+def method_row(method: str, option: Option) -> str:
+    words = [f"`{word}`" for word in option.choices] or [
+        SIGNS[limit].format(option.limits[limit]) for limit in LIMITS if limit in option.limits
+    ]
+    flag = f"`--{option.name.replace('_', '-')}`"
+    return f"| `{method}` | {flag} | {shown(option.default)} | {', '.join(words)} | {option.description} |"
+
+
+def methods_table() -> str:
+    rows = [method_row(method, option) for method, kind in sorted(REGISTRY.items()) for option in declared(kind).values()]
+    return "\n".join(["| method | option | default | allowed | meaning |", "|---|---|---|---|---|", *rows])
+
+
 def shown(value: Any) -> str:
-    if value is None:
+    if value is None or value == ():
         return ""
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
@@ -64,7 +79,8 @@ def presets_table() -> str:
 def updated(text: str) -> str:
     def table(found: re.Match[str]) -> str:
         names = found["names"].split()
-        made = presets_table() if names == ["presets"] else settings_table(names)
+        special = {"presets": presets_table, "methods": methods_table}
+        made = special[names[0]]() if names[0] in special else settings_table(names)
         return f"{found[1]}\n{made}\n\n{found[3]}"
 
     return MARKED.sub(table, text)
@@ -72,7 +88,7 @@ def updated(text: str) -> str:
 
 def named(text: str) -> list[str]:
     """The settings that the page's tables have, in order."""
-    return [name for found in MARKED.finditer(text) for name in found["names"].split() if name != "presets"]
+    return [name for found in MARKED.finditer(text) for name in found["names"].split() if name not in ("presets", "methods")]
 
 
 def main(check: bool) -> int:
@@ -80,7 +96,7 @@ def main(check: bool) -> int:
     after = updated(before)
     if after != before and not check:
         files.write(PAGE, after)
-    missing = sorted(set(Config.model_fields) - set(named(after)))
+    missing = sorted(set(SETTINGS) - set(named(after)))
     if missing:
         sys.stdout.write(f"{PAGE.name}: no table has {', '.join(missing)}\n")
     if after != before:

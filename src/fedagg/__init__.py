@@ -7,7 +7,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedagg.algorithms import Algorithm, register
+    from fedagg.algorithms import Algorithm, option, register
     from fedagg.clients import Clients, Outcome
     from fedagg.config import Config
     from fedagg.data import Dataset
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Algorithm", "Chunk", "Client", "Clients", "Config", "Dataset", "Layout", "Learner", "Model", "Outcome", "Result", "Work",
-    "register", "run",
+    "option", "register", "run",
 ]  # fmt: skip
 
 HOMES = {
-    "Algorithm": "algorithms", "register": "algorithms", "Clients": "clients", "Outcome": "clients", "Config": "config",
+    "Algorithm": "algorithms", "option": "algorithms", "register": "algorithms", "Clients": "clients", "Outcome": "clients",
+    "Config": "config",
     "Dataset": "data", "Result": "federation", "run": "federation", "Layout": "flat", "Model": "flat", "Chunk": "work",
     "Client": "work", "Learner": "work", "Work": "work",
 }  # fmt: skip

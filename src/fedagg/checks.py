@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from fedagg import data as sets
-from fedagg import seeding
+from fedagg import plugins, seeding
+from fedagg.algorithms.base import LR, REGISTRY, Algorithm
 from fedagg.config import Config, resolve
 from fedagg.data import Dataset
 from fedagg.errors import SettingError, first_line
+from fedagg.options import declared
+from fedagg.registry import origin
 from fedagg.work import Loss, cross_entropy
 
 
@@ -39,8 +42,35 @@ def given(data: Dataset | None, model: nn.Module | None, parts: Sequence[Any] | 
     return known
 
 
-def agreed(config: Config | None, given: dict[str, Any], preset: str | None, settings: dict[str, Any]) -> Config:
+def method(algorithm: Algorithm | str | None, settings: dict[str, Any]) -> Algorithm | None:
+    """The algorithm, if it was given as an object. A name is a setting."""
+    if isinstance(algorithm, Algorithm):
+        return algorithm
+    if isinstance(algorithm, type):
+        raise SettingError("algorithm", algorithm.__name__, f"is a class; give an object, {algorithm.__name__}(...), or a name")
+    if algorithm is not None:
+        settings["algorithm"] = algorithm
+    return None
+
+
+def told(algorithm: Algorithm) -> dict[str, Any]:
+    """What the configuration says of an algorithm that was given as an object: its name and its options."""
+    kind = type(algorithm)
+    name = kind.name if REGISTRY.get(kind.name) is kind else origin(kind)
+    rate = {} if algorithm.lr == LR else {"lr": algorithm.lr}
+    return {"algorithm": name, "variant": "default"} | rate | {name: getattr(algorithm, name) for name in declared(kind)}
+
+
+def agreed(
+    config: Config | None,
+    given: dict[str, Any],
+    preset: str | None,
+    settings: dict[str, Any],
+    algorithm: Algorithm | None = None,
+) -> Config:
     """The configuration of all that was said. Settings that contradict what is there are a mistake."""
+    kind = None if algorithm is None else type(algorithm)
+    given = given if algorithm is None else given | told(algorithm)
     for name, value in given.items():
         if settings.get(name) not in (None, value):
             raise SettingError(name, settings[name], f"what was given from Python is {value!r}; leave the setting out")
@@ -48,13 +78,14 @@ def agreed(config: Config | None, given: dict[str, Any], preset: str | None, set
         if "model" in given and settings.get(name) is not None:
             raise SettingError(name, settings[name], "is for networks that are named; a module of yours has its own")
     if config is None:
-        return resolve({**given, **settings}, preset=preset)
+        return resolve({**settings, **given}, preset=preset, method=kind)
     if not isinstance(config, Config):
         raise SettingError("config", type(config).__name__, "give a fedagg.Config, or settings as keywords")
     if preset is not None:
         raise SettingError("preset", preset, "a configuration is complete as it is: give one of the two")
     changes = {**given, **{name: value for name, value in settings.items() if value is not None}}
-    return config.changed(**changes) if changes else config
+    plugins.load(config.plugin)  # a process of its own may not have it yet
+    return config.changed_to(changes, kind) if changes else config
 
 
 def followers(callbacks: Any) -> None:

@@ -1,17 +1,22 @@
-"""Every setting of a run, its default, its range, and where its value comes from: option, file, preset, default."""
+"""Every setting of a run, its default, its range, and where its value comes from: option, file, preset, default.
+
+A method's own options are declared in its file. They stand beside the settings wherever people write them, and are checked here.
+"""
 
 from __future__ import annotations
 
 import tomllib
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator, model_validator
 
-from fedagg import aggregate, data, models, partition
-from fedagg.algorithms import REGISTRY
-from fedagg.errors import SettingError, unknown
+from fedagg import plugins
+from fedagg.errors import FedaggWarning, SettingError, unknown
+from fedagg.options import Option, declared
 
 ENGINES = ("auto", "sequential", "batched", "distributed")
 
@@ -26,7 +31,13 @@ ELSEWHERE = {
 }
 
 # Settings that say where and how fast a run goes and how often it is looked at, not what comes out of it.
-NO_BEARING = {"device", "engine", "threads", "chunk", "data_dir", "checkpoint_every", "client_memory", "eval_every"}
+NO_BEARING = {"device", "engine", "threads", "chunk", "data_dir", "checkpoint_every", "client_memory", "eval_every", "plugin"}
+
+# Settings that only some partitions look at.
+OF_PARTITIONS = {"sigma": ("dirichlet", "dirichlet-class"), "shards": ("shards",)}
+
+# What versions before 0.2 wrote into every record, whatever the method: these names tell such a record, these values say nothing.
+ONCE_ALWAYS = {"alpha": 0.1, "variant": "default", "tolerance": 1e-3, "passes": 1, "cap": 1.0}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "mnist-linear": {"dataset": "mnist", "model": "linear", "lr": 0.01, "batch_size": 32, "rounds": 30},
@@ -54,6 +65,7 @@ class Config(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
 
     algorithm: str = Field("fedagg", description="the method: see `fedagg list`")
+    variant: str = Field("default", description="which version of the method, where it has several: default, or paper for FedAgg")
     dataset: str = Field("mnist-mini", description="the data set, or `custom` for data given from Python")
     model: str = Field("linear", description="the network, or `custom` for a module given from Python")
     partition: str = Field("iid", description="how samples are dealt to clients: iid, shards, dirichlet, dirichlet-class")
@@ -73,32 +85,7 @@ class Config(BaseModel):
     )
     normalize: bool = Field(False, description="standardise inputs per channel instead of scaling them to [0, 1]")
 
-    alpha: float = Field(0.1, gt=0, lt=1, description="FedAgg: weight of the rate against the deviation, in (0, 1)")
-    variant: Literal["default", "paper"] = Field("default", description="FedAgg: our default, or the paper to the letter")
-    estimator: Literal["history", "probe", "pretrain"] | None = Field(
-        None, description="FedAgg: where the mean-field terms come from (default history; probe for the paper variant)"
-    )
-    direction: Literal["mixed", "local", "aggregated"] | None = Field(
-        None, description="FedAgg: what a client steps along (default mixed; local for the paper variant)"
-    )
-    pace: Literal["weighted", "distance", "base"] | None = Field(None, description="FedAgg: how the pace is set")
-    tolerance: float = Field(1e-3, gt=0, description="FedAgg, paper: the tolerance of Algorithm 1")
-    passes: int = Field(1, ge=1, le=1000, description="FedAgg, paper: most passes of Algorithm 1")
-    cap: float = Field(1.0, gt=0, description="FedAgg, paper: rates stay under cap over the client's smoothness")
     downlink_bits: int = Field(32, ge=2, le=32, description="bits per number of the mean field sent to clients")
-
-    mu: float | None = Field(None, ge=0, description="FedProx: weight of the proximal term (default 0.01)")
-    dyn_alpha: float | None = Field(None, gt=0, description="FedDyn: its α (default 0.01)")
-    server_lr: float | None = Field(None, gt=0, description="FedAdam, FedYogi, FedAdagrad: server rate (default 0.01)")
-    beta1: float | None = Field(None, ge=0, lt=1, description="FedAdam, FedYogi: first moment (default 0.9)")
-    beta2: float | None = Field(None, ge=0, lt=1, description="FedAdam, FedYogi: second moment (default 0.99)")
-    tau: float | None = Field(None, gt=0, description="FedAdam, FedYogi, FedAdagrad: adaptivity (default 0.001)")
-    global_lr: float | None = Field(None, gt=0, description="SCAFFOLD: server step (default 1)")
-    cm_alpha: float | None = Field(None, gt=0, le=1, description="FedCM: weight of the own gradient (default 0.1)")
-    exp_eps: float | None = Field(None, ge=0, description="FedExP: its ε (default 0.001)")
-    head: str | None = Field(None, description="FedBABU, FedGH: name of the head (default the last layer with parameters)")
-    head_lr: float | None = Field(None, gt=0, description="FedGH: rate of the header's training (default 0.1)")
-    head_steps: int | None = Field(None, ge=1, description="FedGH: steps of the header's training (default 50)")
 
     client_optimizer: Literal["sgd", "adam"] = Field("sgd", description="the clients' optimiser")
     momentum: float = Field(0.0, ge=0, lt=1, description="momentum of the clients' SGD")
@@ -129,58 +116,210 @@ class Config(BaseModel):
     )
     client_memory: Literal["auto", "ram", "disk"] = Field("auto", description="where per-client vectors live")
     data_dir: str | None = Field(None, description="where data sets are (default FEDAGG_DATA, else the user's cache)")
+    plugin: tuple[str, ...] = Field((), description="a Python file or module that brings methods, data sets and more")
+    options: dict[str, Any] = Field(default_factory=dict, description="the method's own options")
+
+    @model_validator(mode="before")
+    @classmethod
+    def gathered(cls, given: Any) -> Any:
+        """What is no setting is an option of the method."""
+        if not isinstance(given, Mapping):
+            return given
+        settings = {key: value for key, value in given.items() if key in cls.model_fields}
+        options = {key: value for key, value in given.items() if key not in settings}
+        return settings | {"options": {**settings.get("options", {}), **options}}
+
+    @field_validator("plugin", mode="before")
+    @classmethod
+    def listed(cls, given: Any) -> Any:
+        return plugins.named(given)
 
     @model_validator(mode="after")
-    def names_exist(self, info: ValidationInfo) -> Config:
-        recorded = bool(info.context and info.context["recorded"])
-        for setting, value, known in (
-            ("algorithm", self.algorithm, [self.algorithm] if recorded else REGISTRY),
-            ("dataset", self.dataset, [*data.names(), "custom"]),
-            ("model", self.model, [*models.names(), "custom"]),
-            ("partition", self.partition, [*partition.names(), "custom"]),
-            ("engine", self.engine, ENGINES),
-            ("robust", self.robust, aggregate.RULES),
-        ):
-            if setting == "dataset" and value not in known and Path(value).suffix in (".csv", ".npy", ".npz", ".pt", ".parquet"):
-                raise SettingError(setting, value, "is a file; read it in Python, and give data=fedagg.Dataset(...) to fedagg.run")
-            if value not in known:
-                raise unknown(setting, value, known)
-        if self.algorithm == "fedagg" and self.variant == "default":
-            if self.estimator == "pretrain":
-                raise SettingError("estimator", "pretrain", "needs --variant paper; the default version takes history or probe")
-            if self.direction == "aggregated":
-                raise SettingError("direction", "aggregated", "needs --variant paper; the default takes mixed or local")
+    def sound(self, info: ValidationInfo) -> Config:
+        context = info.context or {}
+        recorded, method = context.get("recorded", False), context.get("method")
+        if not recorded:
+            plugins.load(self.plugin)
+        self.names_exist(recorded, recorded or method is not None)
+        if not recorded:
+            for setting, users in OF_PARTITIONS.items():
+                if setting in self.model_fields_set and self.partition not in users:
+                    words = f"the {self.partition} partition has no such setting; {listing(users)}"
+                    raise SettingError(setting, getattr(self, setting), words)
+        method = method or known_method(self.method)
+        if method is not None:
+            self.__dict__["options"] = self.fitting(method, recorded)
         return self
+
+    def names_exist(self, recorded: bool, any_method: bool) -> None:
+        """What is recorded may come from a plugin that is not here."""
+        from fedagg import aggregate, data, models, partition  # they take a second to import, and `fedagg list` needs none
+
+        if Path(self.dataset).suffix in (".csv", ".npy", ".npz", ".pt", ".parquet"):
+            words = "is a file; read it in Python, and give data=fedagg.Dataset(...) to fedagg.run"
+            raise SettingError("dataset", self.dataset, words)
+        if not any_method:
+            self.method_exists()
+        for setting, names, registry in (
+            ("dataset", data.names, data.REGISTRY),
+            ("model", models.names, models.ARCHITECTURES),
+            ("partition", partition.names, partition.REGISTRY),
+        ):
+            value = getattr(self, setting)
+            if value != "custom" and not recorded and value not in names() and not registry.has(value):
+                registry.all()
+                raise unknown(setting, value, [*names(), "custom"])
+        for setting, known in (("engine", ENGINES), ("robust", aggregate.RULES)):
+            if getattr(self, setting) not in known:
+                raise unknown(setting, getattr(self, setting), known)
+
+    def method_exists(self) -> None:
+        from fedagg.algorithms import REGISTRY
+
+        if "." in self.algorithm and not REGISTRY.has(self.algorithm):
+            words = "was made in Python and has no registered name; give the object again, as fedagg.run(algorithm=...)"
+            raise SettingError("algorithm", self.algorithm, words)
+        REGISTRY.find(self.algorithm)
+        if not REGISTRY.has(self.method):
+            others = [name.removeprefix(f"{self.algorithm}-") for name in REGISTRY.all() if name.startswith(f"{self.algorithm}-")]
+            fix = f"choose one of {', '.join(['default', *others])}" if others else f"{self.algorithm} has only one; leave it out"
+            raise SettingError("variant", self.variant, fix)
+
+    def fitting(self, method: type, recorded: bool) -> dict[str, Any]:
+        """The method's options, complete: what was given, checked, and its own defaults for the rest."""
+        known, chosen = declared(method), dict[str, Any]()
+        for name, value in self.options.items():
+            if name in known and value is not None:
+                chosen[name] = value if recorded else valid(known[name], value, self)
+            elif recorded and value is not None:
+                chosen[name] = value  # of an earlier version
+            elif name not in known:
+                raise no_such_option(name, value, [self.method], self.partition)
+        return {name: option.default for name, option in known.items()} | chosen
 
     @property
     def method(self) -> str:
-        """The algorithm's registered name: the paper's variant of FedAgg is a method of its own."""
-        return "fedagg-paper" if self.algorithm == "fedagg" and self.variant == "paper" else self.algorithm
+        """The method's registered name: a variant of an algorithm, such as the paper's of FedAgg, is a method of its own."""
+        return self.algorithm if self.variant == "default" else f"{self.algorithm}-{self.variant}"
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.flat().items()))
 
     @property
     def per_round(self) -> int:
         return max(1, round(self.participation * self.clients))
 
+    def flat(self) -> dict[str, Any]:
+        """Every setting that applies and every option of the method, side by side."""
+        unused = {setting for setting, users in OF_PARTITIONS.items() if self.partition not in users}
+        return self.model_dump(exclude={"options", *unused}) | self.options
+
     def changed(self, **settings: Any) -> Config:
-        return make({**self.model_dump(), **settings})
+        """The same with other values. Options belong to the method: those of another one begin at its defaults."""
+        return self.changed_to(settings)
+
+    def changed_to(self, settings: dict[str, Any], method: type | None = None) -> Config:
+        """`method` is the class of an algorithm that was given as an object."""
+        kept = self.flat()
+        same = all(settings.get(name, getattr(self, name)) == getattr(self, name) for name in ("algorithm", "variant"))
+        split = settings.get("partition", self.partition)
+        leave = set(() if same else self.options) | {name for name, users in OF_PARTITIONS.items() if split not in users}
+        kept = {name: value for name, value in kept.items() if name not in leave}
+        return make({**kept, **settings}, recorded=same and method is None and known_method(self.method) is None, method=method)
 
     def toml(self) -> str:
         """Complete, so that `fedagg run config.toml` repeats the run; settings left open are left out."""
-        return tomli_w.dumps({k: v for k, v in self.model_dump().items() if v is not None})
+        return tomli_w.dumps({k: list(v) if isinstance(v, tuple) else v for k, v in self.flat().items() if v not in (None, ())})
 
 
-def make(settings: dict[str, Any], recorded: bool = False) -> Config:
+SETTINGS = tuple(name for name in Config.model_fields if name != "options")
+
+
+def make(settings: Mapping[str, Any], recorded: bool = False, method: type | None = None) -> Config:
     """A configuration from loose settings, or one line that says which is wrong and what to do. A `recorded` one is of a run that
-    was made: its method may be one that a script of the user's has registered, and that is not known here."""
-    for key in settings:
-        if key not in Config.model_fields:
-            raise unknown("setting", key, Config.model_fields, ELSEWHERE)
+    was made: its method may be one that is not known here. `method` is the class of an algorithm that was given as an object."""
     try:
-        return Config.model_validate(settings, context={"recorded": recorded})
+        return Config.model_validate(current(settings, recorded), context={"recorded": recorded, "method": method})
     except ValidationError as error:
         first = error.errors()[0]
         setting = ".".join(str(part) for part in first["loc"][:1]) or "configuration"
         raise SettingError(setting, first.get("input"), advice(setting, first["msg"])) from None
+
+
+def current(settings: Mapping[str, Any], recorded: bool) -> Mapping[str, Any]:
+    """A record of an earlier version lists options of all methods, and settings of all partitions: those that say nothing go."""
+    if not ONCE_ALWAYS.keys() <= settings.keys():
+        return settings
+    own = options_of(settings)
+
+    def says(name: str, value: object) -> bool:
+        if name in OF_PARTITIONS:
+            return settings.get("partition") in OF_PARTITIONS[name]
+        if name in Config.model_fields or name in own:
+            return True
+        return recorded and value is not None and ONCE_ALWAYS.get(name) != value
+
+    return {name: value for name, value in settings.items() if says(name, value)}
+
+
+def known_method(name: str) -> Any:
+    """The class of that name, if there is one."""
+    from fedagg.algorithms import REGISTRY
+
+    return REGISTRY.find(name) if REGISTRY.has(name) else None
+
+
+def options_of(settings: Mapping[str, Any]) -> Mapping[str, Option]:
+    """The options of the method that these settings choose; none where there is no such method."""
+    algorithm, variant = (settings.get(name) or Config.model_fields[name].default for name in ("algorithm", "variant"))
+    method = known_method(f"{algorithm}" if variant == "default" else f"{algorithm}-{variant}")
+    return declared(method) if method is not None else {}
+
+
+def having(option: str) -> list[str]:
+    """The methods that have an option of this name."""
+    from fedagg.algorithms import REGISTRY
+
+    return sorted(name for name in REGISTRY.all() if option in declared(REGISTRY[name]))
+
+
+def listing(names: Sequence[str]) -> str:
+    return f"{' and '.join([', '.join(names[:-1]), names[-1]] if names[1:] else names)} {'have' if names[1:] else 'has'}"
+
+
+def no_such_option(name: str, value: object, methods: Sequence[str], partition: str) -> SettingError:
+    """The error for an option that none of the methods has: it names those that do."""
+    others = having(name)
+    if not others:
+        own = [option for method in methods for option in declared(known_method(method))]
+        return unknown("setting", name, {*SETTINGS, *own}, ELSEWHERE)
+    words = f"{listing(methods)} no such option; {listing(others)}"
+    if name == "alpha" and partition.startswith("dirichlet"):
+        words += "; the concentration of the Dirichlet partition is sigma"
+    return SettingError(name, value, words)
+
+
+def valid(option: Option, value: Any, config: Config) -> Any:
+    """The value of an option, as its declaration wants it."""
+    if option.choices:
+        if value in option.choices:
+            return value
+        fix = f"choose one of {', '.join(option.choices)} ({option.description})"
+        for other in having(option.name):
+            variant = other.removeprefix(f"{config.algorithm}-")
+            if variant != other and value in declared(known_method(other))[option.name].choices:
+                fix = f"needs --variant {variant}; without it, {fix}"
+        raise SettingError(option.name, value, fix)
+    limits: dict[str, Any] = dict(option.limits) | ({"allow_inf_nan": False} if option.kind is float else {})
+    form: Any = Annotated[option.kind, Field(**limits)]
+    try:
+        if isinstance(value, bool) and option.kind is not bool:
+            raise ValueError("true and false are no values of it")
+        return TypeAdapter(form).validate_python(value)
+    except ValueError as error:
+        message = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        about = f" ({option.description})" if option.description else ""
+        raise SettingError(option.name, value, f"{message[0].lower()}{message[1:]}{about}") from None
 
 
 def advice(setting: str, message: str) -> str:
@@ -203,23 +342,56 @@ def read(path: Path) -> dict[str, Any]:
         raise SettingError("config", str(path), f"cannot be read: {error}") from None
     except (ValueError, RecursionError) as error:  # also whole numbers and nesting beyond what Python reads
         raise SettingError("config", str(path), f"is not TOML: {error}") from None
+    if "plugin" in settings:
+        settings["plugin"] = plugins.named(settings["plugin"], path.parent)
     for key, value in settings.items():
-        if isinstance(value, (dict, list)):
+        if isinstance(value, (dict, list)) and key != "plugin":
             raise SettingError(key, value, "settings are plain values at the top level of the file")
     return settings
 
 
-def resolve(options: dict[str, Any], file: Path | None = None, preset: str | None = None) -> Config:
-    """Option, then file, then preset, then default."""
+def resolve(options: Mapping[str, Any], file: Path | None = None, preset: str | None = None, method: type | None = None) -> Config:
+    """Option, then file, then preset, then default. `method` is the class of an algorithm that was given as an object."""
+    return settled(*said(options, file, preset), method)
+
+
+def resolve_each(
+    methods: Sequence[str], options: Mapping[str, Any], file: Path | None = None, preset: str | None = None
+) -> list[Config]:
+    """A configuration for each of several methods: an option goes to those that have it, and one of them must."""
+    chosen, base = said(options, file, preset)
+    own = {method: options_of({**base, **chosen, "algorithm": method}) for method in methods}
+    known = all(known_method(method) for method in methods)  # otherwise that is the error
+    for name, value in chosen.items():
+        if known and name not in Config.model_fields and not any(name in each for each in own.values()):
+            raise no_such_option(name, value, methods, str(chosen.get("partition")))
+
+    def fit(method: str) -> dict[str, Any]:
+        return {k: v for k, v in chosen.items() if k in Config.model_fields or k in own[method]} | {"algorithm": method}
+
+    return [settled(fit(method), base) for method in methods]
+
+
+def settled(chosen: dict[str, Any], base: dict[str, Any], method: type | None = None) -> Config:
+    own = declared(method) if method is not None else options_of(chosen)
+    # A preset is for every method: of its options, a method takes those that it has.
+    config = make({**{k: v for k, v in base.items() if k in Config.model_fields or k in own}, **chosen}, method=method)
+    if "alpha" in chosen and "sigma" not in chosen and config.partition.startswith("dirichlet"):
+        words = f"alpha is {config.method}'s own; the concentration of the Dirichlet partition is sigma, {config.sigma:g} here"
+        warnings.warn(words, FedaggWarning, stacklevel=2)
+    return config
+
+
+def said(options: Mapping[str, Any], file: Path | None, preset: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What was said about a run, option before file, and what a preset adds. Plugins are loaded: they may bring the method."""
     settings = read(file) if file else {}
     preset = preset or settings.pop("preset", None)
     settings.pop("preset", None)
-    base: dict[str, Any] = {}
-    if preset is not None:
-        if preset not in PRESETS:
-            raise unknown("preset", preset, PRESETS)
-        base = PRESETS[preset]
-    return make({**base, **settings, **{k: v for k, v in options.items() if v is not None}})
+    if preset is not None and preset not in PRESETS:
+        raise unknown("preset", preset, PRESETS)
+    chosen = {**settings, **{k: v for k, v in options.items() if v is not None}}
+    plugins.load(plugins.named(chosen.get("plugin")))
+    return chosen, PRESETS[preset] if preset is not None else {}
 
 
 def choices(name: str) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ class FedaggWarning(UserWarning):
     """Something the user should know, and nothing has to be done about. The command line prints it as one line."""
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """What somebody else's error says, for a line of ours: an error may be long, and may say nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 

@@ -126,6 +126,7 @@ def guarded(function: Callable[P, R]) -> Callable[P, R]:
 def run(
     config: Config | None = None,
     *,
+    algorithm: algorithms.Algorithm | str | None = None,
     data: Dataset | None = None,
     model: nn.Module | str | None = None,
     parts: Sequence[Any] | None = None,
@@ -141,7 +142,8 @@ def run(
 
     Args:
         config: a complete configuration, which `settings` change; else `settings` and `preset` make one. Keyword names are the
-            command line's options.
+            command line's options, those of the method among them.
+        algorithm: a method's name, or your own object.
         data: your own data in place of a named set.
         model: a name, or your own module.
         parts: your own partition, an array of indices (or a mask) per client.
@@ -156,8 +158,9 @@ def run(
     if isinstance(model, str):
         settings["model"], model = model, None
     checks.followers(callbacks)
-    config = checks.agreed(config, checks.given(data, model, parts), preset, settings)
-    simulation = Simulation(config, data, model, parts, loss, wrap)
+    method = checks.method(algorithm, settings)
+    config = checks.agreed(config, checks.given(data, model, parts), preset, settings, method)
+    simulation = Simulation(config, method, data, model, parts, loss, wrap)
     server = simulation.server
     with simulation.record(out, resume) as book:
         watching = () if simulation.follows else callbacks
@@ -200,6 +203,7 @@ class Simulation:
     def __init__(
         self,
         config: Config,
+        method: algorithms.Algorithm | None,
         data: Dataset | None,
         model: nn.Module | None,
         parts: Sequence[Any] | None,
@@ -216,7 +220,8 @@ class Simulation:
         self.module = copy.deepcopy(model) if model is not None else build_model(config, self.data)
         checks.try_out(config, self.module, loss, self.data, parts, self.device)
         self.finished = copy.deepcopy(self.module)  # the trained weights go into this one
-        self.server = Server(config, algorithms.build(config.method, config.model_dump()), self.module, self.device)
+        algorithm = algorithms.build(config.method if method is None else method, config.flat())
+        self.server = Server(config, algorithm, self.module, self.device)
         setting = Setting(
             self.module, self.data.x_train, self.data.y_train, self.data.classes, self.server.options, self.device, loss
         )
@@ -259,11 +264,12 @@ class Simulation:
     def personal_accuracy(self) -> float | None:
         """For methods that are judged by it: the mean over some clients of the accuracy after fitting the model to each, weighted
         by the client's own labels. A client whose labels are none of the test set's cannot be scored, and is left out."""
-        work, server = self.server.algorithm.personalised(), self.server
+        server, clients = self.server, self.server.clients(self.config.rounds)
+        work = server.algorithm.personalised(clients)
         if work is None:
             return None
         scores = torch.zeros(2, dtype=torch.float64)  # sum and count
-        for chunk in self.engine.run(server.model, work, server.clients(self.config.rounds).jobs(), None):
+        for chunk in self.engine.run(server.model, work, clients.jobs(), None):
             for job, delta, buffers in zip(chunk.jobs, chunk.delta, chunk.buffers, strict=True):
                 score = self.evaluator.personal(Model(server.model.w + delta, buffers), job.samples)
                 if not math.isnan(score):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import math
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from fedagg.errors import DataError, SettingError, unknown
+from fedagg.registry import Registry
 
 Indices = list[npt.NDArray[np.int64]]
 Labels = torch.Tensor | npt.NDArray[Any]
@@ -26,9 +28,14 @@ _TRIES = 100
 _NAMES = ("iid", "shards", "dirichlet", "dirichlet-class")
 
 
+# Splits of others: functions of labels, number of clients and seed that return an array of indices per client.
+REGISTRY: Registry[Callable[[npt.NDArray[Any], int, int], Sequence[Any]]] = Registry("partition", "fedagg.partitions", taken=_NAMES)
+register = REGISTRY.register
+
+
 def names() -> list[str]:
     """The splits that `partition` knows."""
-    return list(_NAMES)
+    return [*_NAMES, *REGISTRY]
 
 
 def partition(name: str, labels: Labels, clients: int, seed: int = 0, sigma: float = 0.5, per_client: int = 2) -> Indices:
@@ -39,7 +46,23 @@ def partition(name: str, labels: Labels, clients: int, seed: int = 0, sigma: flo
         return shards(labels, clients, per_client, seed)
     if name in ("dirichlet", "dirichlet-class"):
         return dirichlet(labels, clients, sigma, seed, by="class" if name == "dirichlet-class" else "client")
-    raise unknown("partition", name, _NAMES)
+    return _own(name, _checked(labels, clients), clients, seed)
+
+
+def _own(name: str, labels: npt.NDArray[Any], clients: int, seed: int) -> Indices:
+    """A split of somebody else's, held to what is promised of all of them."""
+    parts = [np.sort(np.asarray(part)) for part in REGISTRY.find(name)(labels, clients, seed)]
+    wrong = ""
+    if len(parts) != clients:
+        wrong = f"{len(parts)} clients instead of {clients}"
+    for client, part in enumerate(parts):
+        if part.ndim != 1 or not len(part) or not np.issubdtype(part.dtype, np.integer) or part[0] < 0 or part[-1] >= len(labels):
+            wrong = wrong or f"client {client} something other than indices from 0 to {len(labels) - 1}, at least one"
+    if not wrong and len(np.unique(every := np.concatenate(parts))) < len(every):
+        wrong = "some samples twice"
+    if wrong:
+        raise SettingError("partition", name, f"its function gave {wrong}")
+    return [part.astype(np.int64) for part in parts]
 
 
 def iid(labels: Labels, clients: int, seed: int = 0) -> Indices:

@@ -22,7 +22,7 @@ from fedagg.checkpoint import Checkpoint
 from fedagg.config import Config, make, read
 from fedagg.errors import FedaggError, SettingError
 
-MAY_CHANGE = {"rounds", "device", "engine", "threads", "chunk", "checkpoint_every", "data_dir"}
+MAY_CHANGE = {"rounds", "device", "engine", "threads", "chunk", "checkpoint_every", "data_dir", "plugin"}
 
 
 class Record:
@@ -51,10 +51,10 @@ class Record:
         """Open an unfinished run again: cut its files back to the newest whole checkpoint."""
         if not (folder / "config.toml").is_file():
             raise SettingError("resume", str(folder), "is not a run folder: it has no config.toml")
-        before, now = make(read(folder / "config.toml")).model_dump(), config.model_dump()
-        differs = sorted(k for k in now if before[k] != now[k] and k not in MAY_CHANGE)
+        before, now = make(read(folder / "config.toml"), recorded=True).flat(), config.flat()
+        differs = sorted(k for k in before | now if before.get(k) != now.get(k) and k not in MAY_CHANGE)
         if differs:
-            changes = ", ".join(f"{k} was {before[k]!r}, now {now[k]!r}" for k in differs)
+            changes = ", ".join(f"{k} was {before.get(k)!r}, now {now.get(k)!r}" for k in differs)
             raise FedaggError(f"resume = {str(folder)!r}: {changes}; resume with the same settings (rounds may grow)")
         files.folder(folder, "resume")
         record = cls(None, config, {})

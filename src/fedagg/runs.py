@@ -73,7 +73,7 @@ def names(found: Sequence[Run]) -> list[str]:
     told, own = differing(tasks), {method: differing(same) for method, same in of_method.items()}
     made = []
     for c, said in zip((run.config for run in found), tasks, strict=True):
-        words = [said[key] for key in told if said[key]] + [f"{key} {getattr(c, key)}" for key in own[c.method]]
+        words = [said[key] for key in told if said[key]] + [f"{key} {c.flat().get(key)}" for key in own[c.method]]
         made.append(" ".join([c.method, *words, f"seed {c.seed}"]))
     often = Counter(made)
     shared = [run.folder for run, name in zip(found, made, strict=True) if often[name] > 1]
@@ -112,12 +112,13 @@ def measured(what: str, configs: Iterable[Config]) -> str:
 
 def details(config: Config) -> dict[str, Any]:
     """What the outcome depends on beside task, method and seed."""
-    return config.model_dump(exclude=TOLD | NO_BEARING)
+    return {k: v for k, v in config.flat().items() if k not in TOLD | NO_BEARING}
 
 
 def differing(settings: Sequence[dict[str, Any]]) -> list[str]:
     """The settings that are not the same everywhere."""
-    return [key for key in next(iter(settings), {}) if any(one[key] != settings[0][key] for one in settings)]
+    names = dict.fromkeys(key for one in settings for key in one)
+    return [key for key in names if any(one.get(key) != settings[0].get(key) for one in settings)]
 
 
 def tails(folders: Sequence[Path]) -> list[str]:

@@ -16,15 +16,14 @@ from typing import Any
 
 from fedagg import files
 from fedagg.config import Config
-from fedagg.errors import FedaggError, FedaggWarning, first_line, unknown
+from fedagg.errors import FedaggError, FedaggWarning, first_line
 from fedagg.federation import Callback, Result
+from fedagg.registry import Registry
 
 
 def make(name: str, folder: Path) -> Callback:
     """The tracker of that name; what it writes beside the run goes under `folder`."""
-    if name not in TRACKERS:
-        raise unknown("track", name, TRACKERS)
-    return Tolerant(name, TRACKERS[name](folder))
+    return Tolerant(name, TRACKERS.find(name)(folder))
 
 
 def scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -134,7 +133,7 @@ class MLflow:
 
     def started(self, config: Config, done: int) -> None:
         param = self.entities.Param
-        chosen = [param(name, str(value)) for name, value in config.model_dump().items() if value is not None]
+        chosen = [param(name, str(value)) for name, value in config.flat().items() if value not in (None, ())]
         with self.one_line():
             found = self.client.get_experiment_by_name("fedagg")
             experiment = found.experiment_id if found else self.client.create_experiment("fedagg")
@@ -158,7 +157,7 @@ class WandB:
 
     def started(self, config: Config, done: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        about = {"name": self.folder.name, "dir": str(self.folder), "config": config.model_dump()}
+        about = {"name": self.folder.name, "dir": str(self.folder), "config": config.flat()}
         with one_line("wandb", "see that wandb can log in, or set WANDB_MODE=offline to keep the run on this machine"):
             self.run = self.wandb.init(project="fedagg", **about)
 
@@ -169,8 +168,6 @@ class WandB:
         self.run.finish(exit_code=int(result.interrupted))
 
 
-TRACKERS: dict[str, type[TensorBoard] | type[MLflow] | type[WandB]] = {
-    "tensorboard": TensorBoard,
-    "mlflow": MLflow,
-    "wandb": WandB,
-}
+PUBLISHED: dict[str, Callable[[Path], Callback]] = {"tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WandB}
+TRACKERS: Registry[Callable[[Path], Callback]] = Registry("track", "fedagg.trackers", PUBLISHED)
+register = TRACKERS.register

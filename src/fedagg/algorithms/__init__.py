@@ -15,6 +15,6 @@ from fedagg.algorithms import (  # noqa: F401 - importing them registers them
     fedyogi,
     scaffold,
 )
-from fedagg.algorithms.base import REGISTRY, Algorithm, build, options, register
+from fedagg.algorithms.base import REGISTRY, Algorithm, build, option, options, register
 
-__all__ = ["REGISTRY", "Algorithm", "build", "options", "register"]
+__all__ = ["REGISTRY", "Algorithm", "build", "option", "options", "register"]

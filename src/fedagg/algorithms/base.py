@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, TypeVar
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from fedagg.clients import Clients, Outcome
-from fedagg.errors import unknown
+from fedagg.errors import SettingError
 from fedagg.flat import Layout, Model
+from fedagg.options import declared, option
+from fedagg.registry import Registry, origin
 from fedagg.work import Chunk, Client, Gradient, Learner, State, Work
+
+__all__ = ["REGISTRY", "Algorithm", "build", "option", "options", "register"]
+
+LR = 0.01  # the base rate where nobody says otherwise
 
 
 @dataclass
 class Algorithm:
     """FedAvg is the default of every method here; an algorithm overrides what differs.
 
-    Dataclass fields are the algorithm's options: the configuration fills those whose names it knows. `state` is all
-    that the server carries from round to round, tensors and numbers; it is saved with every checkpoint. A round puts new tensors
-    there and changes none in place: it may have to be taken back.
+    Dataclass fields are the algorithm's options, best declared with `fedagg.option`. `lr`, the base rate, is every run's.
+    `state` is all that the server carries from round to round, tensors and numbers; it is saved with every checkpoint. A round puts
+    new tensors there and changes none in place: it may have to be taken back.
     """
 
-    lr: float = 0.01
+    lr: float = LR
     state: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
     name: ClassVar[str] = ""
     remembers: ClassVar[bool] = False  # do clients keep a vector from round to round?
@@ -72,35 +78,51 @@ class Algorithm:
         """Numbers of this round for the record, beside those that every method has."""
         return {}
 
-    def personalised(self) -> Work | None:
+    def personalised(self, clients: Clients) -> Work | None:
         """Work that fits the final model to a client, for methods that are judged after it (FedBABU)."""
         return None
 
 
-REGISTRY: dict[str, type[Algorithm]] = {}
-A = TypeVar("A", bound=type[Algorithm])
+class Methods(Registry[type[Algorithm]]):
+    """The algorithms by name. A class that is registered knows its name."""
+
+    def add(self, name: str, thing: type[Algorithm]) -> None:
+        if not (isinstance(thing, type) and issubclass(thing, Algorithm)):
+            raise SettingError(self.setting, name, f"{origin(thing)} is not a subclass of fedagg.Algorithm")
+        sound(name, thing)
+        super().add(name, thing)
+        thing.name = name
 
 
-def register(name: str) -> Callable[[A], A]:
-    """Make an algorithm known by its name to the command line and to `fedagg.run`."""
+REGISTRY = Methods("algorithm", "fedagg.algorithms")
+register = REGISTRY.register
 
-    def enter(kind: A) -> A:
-        kind.name = name
-        REGISTRY[name] = kind
-        return kind
 
-    return enter
+def sound(name: str, method: type[Algorithm]) -> None:
+    """Refuse a method whose options cannot be told from settings of the run, or cannot be left out."""
+    from fedagg.config import Config  # not above: it asks here which methods there are
+
+    declared(method)
+    for one in fields(method):
+        if one.name == "lr" and one.default != LR:
+            words = f"{origin(method)}.lr is a setting of every run, {LR:g} by default; scale it by an option of another name"
+            raise SettingError("algorithm", name, words)
+        if one.init and one.name in Config.model_fields and one.name != "lr":
+            words = f"{origin(method)}.{one.name} has the name of a setting of every run; choose another name for the field"
+            raise SettingError("algorithm", name, words)
+        if one.init and one.default is MISSING and one.default_factory is MISSING:
+            raise SettingError("algorithm", name, f"{origin(method)}.{one.name} has no default; give it one")
 
 
 def options(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Of these settings, the options of an algorithm; those left at None keep the method's own default."""
-    if name not in REGISTRY:
-        raise unknown("algorithm", name, REGISTRY)
-    known = {f.name for f in fields(REGISTRY[name]) if f.init}
+    known = {"lr", *declared(REGISTRY.find(name))}
     return {k: v for k, v in settings.items() if k in known and v is not None}
 
 
-def build(name: str, settings: dict[str, Any]) -> Algorithm:
-    """An algorithm from its name, with those of the settings that are its options."""
-    given = options(name, settings)  # says so where there is no such method
-    return REGISTRY[name](**given)
+def build(method: str | Algorithm, settings: dict[str, Any]) -> Algorithm:
+    """An algorithm from its name, with those of the settings that are its options; or a fresh copy of one that was made."""
+    if isinstance(method, Algorithm):
+        known = {"lr", *declared(type(method))}
+        return replace(method, **{k: v for k, v in settings.items() if k in known})
+    return REGISTRY.find(method)(**options(method, settings))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedagg.algorithms.base import Algorithm, register
+from fedagg.algorithms.base import Algorithm, option, register
 from fedagg.clients import Clients, Outcome
 from fedagg.flat import Layout, Model
 
@@ -17,10 +17,10 @@ from fedagg.flat import Layout, Model
 @register("fedadam")
 @dataclass
 class FedAdam(Algorithm):
-    server_lr: float = 0.01
-    beta1: float = 0.9
-    beta2: float = 0.99
-    tau: float = 1e-3
+    server_lr: float = option(0.01, "learning rate of the server", gt=0)
+    beta1: float = option(0.9, "momentum of the server's step", ge=0, lt=1)
+    beta2: float = option(0.99, "how long the second moment remembers", ge=0, lt=1)
+    tau: float = option(1e-3, "adaptivity: the smaller, the more steps differ between weights", gt=0)
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
         self.state["m"] = torch.zeros_like(model.w)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from fedagg import meanfield
-from fedagg.algorithms.base import Algorithm, register
+from fedagg.algorithms.base import Algorithm, option, register
 from fedagg.clients import Clients, NoClients, Outcome
 from fedagg.flat import Layout, Model
 from fedagg.work import Work
@@ -37,10 +38,10 @@ KEPT = ("phi1", "known", "agreement", "distance", "gradients2", "weighted2")  # 
 @register("fedagg")
 @dataclass
 class FedAgg(Algorithm):
-    alpha: float = 0.1
-    direction: str = "mixed"
-    estimator: str = "history"
-    pace: str = "weighted"
+    alpha: float = option(0.1, "α, the weight of the rate against the deviation", gt=0, lt=1)
+    direction: Literal["mixed", "local"] = option("mixed", "what a client steps along")
+    estimator: Literal["history", "probe"] = option("history", "where the mean-field terms come from")
+    pace: Literal["weighted", "distance", "base"] = option("weighted", "how the pace of the federation is set")
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
         self.departure = self.going = self.caution = math.nan

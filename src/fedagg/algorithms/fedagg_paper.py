@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from fedagg.algorithms.base import Algorithm, register
+from fedagg.algorithms.base import Algorithm, option, register
 from fedagg.clients import Clients, NoClients, Outcome
 from fedagg.flat import Layout, Model
 from fedagg.meanfield import MeanField, departure
@@ -24,12 +25,13 @@ UNKNOWN = (float("inf"), float("inf"))  # how far two passes are apart before th
 @register("fedagg-paper")
 @dataclass
 class FedAggPaper(Algorithm):
-    alpha: float = 0.1
-    estimator: str = "probe"
-    direction: str = "local"
-    tolerance: float = 1e-3
-    passes: int = 1  # Algorithm 1 run to its limit gives rates of zero: a few passes from a positive rate is what helps
-    cap: float = 1.0  # rates stay under cap/β_i, with β_i the client's own secant smoothness
+    alpha: float = option(0.1, "α, the weight of the rate against the deviation", gt=0, lt=1)
+    estimator: Literal["history", "probe", "pretrain"] = option("probe", "where the mean-field terms come from")
+    direction: Literal["mixed", "local", "aggregated"] = option("local", "what a client steps along")
+    tolerance: float = option(1e-3, "the tolerance of Algorithm 1", gt=0)
+    # Algorithm 1 run to its limit gives rates of zero: a few passes from a positive rate is what helps.
+    passes: int = option(1, "most passes of Algorithm 1", ge=1, le=1000)
+    cap: float = option(1.0, "rates stay under cap over the client's own smoothness", gt=0)
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
         self.epsilon, self.departure = UNKNOWN, float("nan")

@@ -7,11 +7,10 @@ data, on a test set weighted by its own labels (`personal_accuracy`).
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import nn
 
 from fedagg import models
-from fedagg.algorithms.base import Algorithm, register
+from fedagg.algorithms.base import Algorithm, option, register
 from fedagg.clients import Clients
 from fedagg.errors import SettingError
 from fedagg.flat import Layout, Model
@@ -21,8 +20,7 @@ from fedagg.work import Work
 @register("fedbabu")
 @dataclass
 class FedBABU(Algorithm):
-    head: str | None = None
-    epochs: int = 3
+    head: str | None = option(None, "name of the head; by default the last layer with parameters")
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
         if not models.has_body(module, self.head):
@@ -34,5 +32,5 @@ class FedBABU(Algorithm):
     def work(self, clients: Clients) -> Work:
         return replace(super().work(clients), mask=self.state["mask"])
 
-    def personalised(self) -> Work | None:
-        return Work(rate=torch.full((self.epochs,), self.lr, dtype=torch.float64))
+    def personalised(self, clients: Clients) -> Work | None:
+        return Work(rate=clients.constant(self.lr))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from fedagg.algorithms.base import Algorithm, register
+from fedagg.algorithms.base import Algorithm, option, register
 from fedagg.clients import Clients, Outcome
 from fedagg.flat import Layout, Model
 from fedagg.work import Work
@@ -18,7 +18,7 @@ from fedagg.work import Work
 @register("fedcm")
 @dataclass
 class FedCM(Algorithm):
-    cm_alpha: float = 0.1
+    cm_alpha: float = option(0.1, "α, the weight of the client's own gradient", gt=0, le=1)
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
         self.state["direction"] = torch.zeros_like(model.w)

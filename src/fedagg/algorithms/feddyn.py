@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedagg.algorithms.base import Algorithm, register
+from fedagg.algorithms.base import Algorithm, option, register
 from fedagg.clients import Clients, Outcome
 from fedagg.flat import Layout, Model
 from fedagg.work import Chunk, Work
@@ -19,7 +19,7 @@ from fedagg.work import Chunk, Work
 @register("feddyn")
 @dataclass
 class FedDyn(Algorithm):
-    dyn_alpha: float = 0.01
+    dyn_alpha: float = option(0.01, "α, the weight of the proximal and linear terms", gt=0)
     remembers: ClassVar[bool] = True
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:

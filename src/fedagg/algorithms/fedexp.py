@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fedagg.algorithms.base import Algorithm, register
+from fedagg.algorithms.base import Algorithm, option, register
 from fedagg.clients import Clients, Outcome
 from fedagg.flat import Layout, Model
 
@@ -16,7 +16,7 @@ from fedagg.flat import Layout, Model
 @register("fedexp")
 @dataclass
 class FedExP(Algorithm):
-    exp_eps: float = 1e-3
+    exp_eps: float = option(1e-3, "ε, which keeps the extrapolation small where updates are small", ge=0)
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
         self.state["last"] = model.w

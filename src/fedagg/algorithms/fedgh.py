@@ -14,7 +14,7 @@ from torch.func import functional_call, grad_and_value
 from torch.nn import functional
 
 from fedagg import models
-from fedagg.algorithms.base import Algorithm, register
+from fedagg.algorithms.base import Algorithm, option, register
 from fedagg.clients import Clients, Outcome
 from fedagg.errors import SettingError
 from fedagg.flat import Layout, Model
@@ -24,9 +24,9 @@ from fedagg.work import Work
 @register("fedgh")
 @dataclass
 class FedGH(Algorithm):
-    head: str | None = None
-    head_lr: float = 0.1
-    head_steps: int = 50
+    head: str | None = option(None, "name of the head; by default the last layer with parameters")
+    head_lr: float = option(0.1, "learning rate of the header's training", gt=0)
+    head_steps: int = option(50, "steps of the header's training", ge=1)
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
         self.where = models.head(module, self.head)

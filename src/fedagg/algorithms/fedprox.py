@@ -5,7 +5,7 @@ The reported training loss is the data's alone, without the penalty, so that it 
 
 from dataclasses import dataclass, replace
 
-from fedagg.algorithms.base import Algorithm, register
+from fedagg.algorithms.base import Algorithm, option, register
 from fedagg.clients import Clients
 from fedagg.work import Work
 
@@ -13,7 +13,7 @@ from fedagg.work import Work
 @register("fedprox")
 @dataclass
 class FedProx(Algorithm):
-    mu: float = 0.01
+    mu: float = option(0.01, "μ, the weight of the proximal term", ge=0)
 
     def work(self, clients: Clients) -> Work:
         return replace(super().work(clients), prox=self.mu)

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedagg.algorithms.base import Algorithm, register
+from fedagg.algorithms.base import Algorithm, option, register
 from fedagg.clients import Clients, Outcome
 from fedagg.flat import Layout, Model
 from fedagg.work import Chunk, Work
@@ -19,7 +19,7 @@ from fedagg.work import Chunk, Work
 @register("scaffold")
 @dataclass
 class Scaffold(Algorithm):
-    global_lr: float = 1.0
+    global_lr: float = option(1.0, "length of the server's step", gt=0)
     remembers: ClassVar[bool] = True
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:

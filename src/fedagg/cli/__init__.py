@@ -1,39 +1,75 @@
-"""The command line. One file a command; errors are one line on standard error and exit status 2."""
+"""The command line. One file a command, imported when it is used; errors are one line on standard error and exit status 2."""
 
 from __future__ import annotations
 
+import inspect
 import io
 import sys
 import warnings
-from typing import Annotated
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Annotated, Any
 
 import click
 import typer
+from typer.core import TyperGroup
 
 import fedagg
-from fedagg.cli import bench, bounds, catalogue, compare, datasets, flower, partition, plot, report, reproduce, train
 from fedagg.cli.process import leave
 from fedagg.cli.show import err, out
 from fedagg.config import ELSEWHERE
 from fedagg.errors import FedaggError
 
+# Where each command is, and the first line of its help.
+COMMANDS = {
+    "run": ("train:run", "Train one federated model, and keep everything about it in a run folder."),
+    "compare": ("compare:compare", "Run several methods side by side: one table, one plot, and a run folder each."),
+    "list": ("catalogue:list_all", "Show algorithms, data sets, models, partitions, engines, trackers and presets."),
+    "reproduce": ("reproduce:reproduce", "Run what a table or figure of the paper needs, and set it beside the paper's numbers."),
+    "plot": ("plot:plot", "Draw figures of the paper from a results folder, or the curves of runs, as PNG, SVG and PDF."),
+    "report": ("report:report", "Make one web page of runs or of a grid: curves, learning rates, drift, tables."),
+    "bounds": ("bounds:bounds", "Make a run again and hold it against the paper's bounds: constants, a table, CSV, JSON and PNG."),
+    "partition": ("partition:partition", "Show how a data set is split: label counts, client sizes, three distances, over σ too."),
+    "bench": ("bench:bench", "Time FedAvg's rounds: a plain PyTorch loop, our engines, and other simulators that are installed."),
+    "data": ("datasets:app", "Data sets: fetch, verify, where they are."),
+    "flower": ("flower:app", "A real federation on Flower: a project to start from, keys, nodes."),
+}
+
+
+class Commands(TyperGroup):
+    """Commands that are loaded when they are named: most need torch, which takes seconds to import."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args and args[0] in COMMANDS:
+            self.add_command(load(args[0], args[1:]), args[0])
+        return super().resolve_command(ctx, args)
+
+
+def load(name: str, arguments: Sequence[str] = ()) -> click.Command:
+    """A command in full. Its options depend on the methods that there are, so plugins among the arguments come first."""
+    module, _, attribute = COMMANDS[name][0].partition(":")
+    found = getattr(import_module(f"fedagg.cli.{module}"), attribute)
+    if isinstance(found, typer.Typer):
+        return typer.main.get_command(found)
+    if any(p.kind is p.VAR_KEYWORD for p in inspect.signature(found).parameters.values()):
+        from fedagg.cli.options import bring, with_settings
+
+        bring(arguments)
+        found = with_settings(found)
+    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    alone.command(name)(found)
+    return typer.main.get_command(alone)
+
+
 app = typer.Typer(
     name="fedagg",
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("run")(train.run)
-app.command("compare")(compare.compare)
-app.command("list")(catalogue.list_all)
-app.command("reproduce")(reproduce.reproduce)
-app.command("plot")(plot.plot)
-app.command("report")(report.report)
-app.command("bounds")(bounds.bounds)
-app.command("partition")(partition.partition)
-app.command("bench")(bench.bench)
-app.add_typer(datasets.app, name="data")
-app.add_typer(flower.app, name="flower")
+for _name, (_, _about) in COMMANDS.items():
+    app.command(_name, help=_about)(lambda: None)  # for the help page; `Commands` puts the command itself in its place
 
 
 def version(asked: bool) -> None:

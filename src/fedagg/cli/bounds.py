@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from fedagg import files, runs
+from fedagg import files, plugins, runs
 from fedagg.cli import given
 from fedagg.cli.show import out
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fedagg.theory.from_run import Analysis, Statement
 
 SHOWN = 8  # rounds in the table
+ALPHA = 0.1  # of Algorithm 1, for runs of methods that have none
 
 
 def bounds(
@@ -37,7 +38,9 @@ def bounds(
     """
     from fedagg.theory import from_run, present  # loads matplotlib and scipy
 
-    given.refuse(runs.load(run).config, "run", run, "fedagg.theory.from_run.analyse(Path({folder!r}), {given})")
+    config = runs.load(run).config
+    plugins.load(config.plugin)
+    given.refuse(config, "run", run, "fedagg.theory.from_run.analyse(Path({folder!r}), {given})")
     analysis = from_run.analyse(run, rounds, data_dir=data_dir)
     folder = files.folder(out_dir or run)
     written = present.write(analysis, folder)
@@ -59,7 +62,7 @@ def iterate(analysis: Analysis, passes: int) -> list[Pass]:
     from fedagg.theory.fixed_point import algorithm_one
 
     c = analysis.config
-    return algorithm_one(analysis.objective, analysis.start, c.alpha, c.epochs, c.lr, passes)
+    return algorithm_one(analysis.objective, analysis.start, c.options.get("alpha", ALPHA), c.epochs, c.lr, passes)
 
 
 def pair(one: Statement, t: int) -> str:

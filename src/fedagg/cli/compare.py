@@ -17,10 +17,9 @@ import typer
 import fedagg
 from fedagg import data, files, plots, record, runs
 from fedagg.algorithms import REGISTRY
-from fedagg.cli.options import with_settings
 from fedagg.cli.partition import trained
 from fedagg.cli.show import Live, err, out, results_table, task
-from fedagg.config import Config, make, read, resolve
+from fedagg.config import Config, make, read, resolve_each
 from fedagg.data import Dataset
 from fedagg.errors import SettingError
 from fedagg.federation import Result, build_model
@@ -47,7 +46,7 @@ def compare(
         raise SettingError("algorithms", algorithms, "name at least one method, e.g. fedagg,fedavg")
     if config is not None and str(config) in REGISTRY and not config.exists():
         raise SettingError("config", str(config), f"is a method; separate methods by commas: {','.join(names)},{config}")
-    named = [resolve({**settings, "algorithm": name}, config, preset) for name in names]
+    named = resolve_each(names, settings, config, preset)
     configs = list({chosen.method: chosen for chosen in named}.values())
     folder = out_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-compare"
     if (folder / "config.toml").exists():
@@ -78,16 +77,13 @@ def compare(
     return 130 if results[-1].interrupted else 0
 
 
-compare = with_settings(compare, leave_out=("algorithm",))
-
-
 def same(folder: Path, config: Config) -> None:
     """Refuse a folder that holds another run of the method. Where it runs may change, as with `--resume`; its rounds may not."""
     if not (folder / config.method / "config.toml").exists():
         return
-    before, now = make(read(folder / config.method / "config.toml")).model_dump(), config.model_dump()
+    before, now = make(read(folder / config.method / "config.toml"), recorded=True).flat(), config.flat()
     free = record.MAY_CHANGE - {"rounds"}
-    differs = ", ".join(f"{k} {before[k]!r}" for k in now if before[k] != now[k] and k not in free)
+    differs = ", ".join(f"{k} {before.get(k)!r}" for k in before | now if before.get(k) != now.get(k) and k not in free)
     if differs:
         raise SettingError("out", str(folder), f"holds a run of {config.method} already, with {differs}; choose another folder")
 

@@ -1,35 +1,66 @@
-"""Command-line options made from the configuration: every field is an option, described once, in `Config`."""
+"""Command-line options made from declarations: a run's settings from `Config`, a method's options from its own file."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
 
-from fedagg.config import PRESETS, Config, choices
+from fedagg import plugins
+from fedagg.algorithms import REGISTRY
+from fedagg.cli.catalogue import Plugin
+from fedagg.config import PRESETS, SETTINGS, Config, choices, read
+from fedagg.options import Option, declared
+
+OF_METHODS = "Options of methods"
 
 
 def parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def option(name: str) -> inspect.Parameter:
-    """A setting as an option that is None unless given, so that file and preset can be told from it."""
-    field = Config.model_fields[name]
-    kind = next(t for t in (*get_args(field.annotation), field.annotation) if t is not type(None))
-    if choices(name):
-        kind = str
-    default = field.default
-    text = field.description or ""
-    if choices(name):
-        text += f": {', '.join(choices(name))}"
-    if default is not None:
-        text += f" (default {default})"
+def option(name: str, kind: Any, text: str, panel: str | None = None) -> inspect.Parameter:
+    """An option that is None unless given, so that file and preset can be told from it."""
     flag = f"--{name.replace('_', '-')}"
     names = (f"{flag}/--no-{name.replace('_', '-')}",) if kind is bool else (flag,)
-    return parameter(name, Annotated[kind | None, typer.Option(*names, help=text, show_default=False)])
+    made = typer.Option(*names, help=text, show_default=False, rich_help_panel=panel)
+    return parameter(name, Annotated[kind | None, made])
+
+
+def setting(name: str) -> inspect.Parameter:
+    if name == "plugin":
+        return parameter(name, Plugin)
+    field = Config.model_fields[name]
+    words = choices(name)
+    kind = str if words else next(t for t in (*get_args(field.annotation), field.annotation) if t is not type(None))
+    text = f"{field.description}: {', '.join(words)}" if words else f"{field.description}"
+    return option(name, kind, text if field.default is None else f"{text} (default {field.default})")
+
+
+def methods() -> dict[str, dict[str, Option]]:
+    """Every option that a method has, by its name, and what the methods say of it."""
+    found: dict[str, dict[str, Option]] = {}
+    for method in sorted(REGISTRY):
+        for name, about in declared(REGISTRY[method]).items():
+            found.setdefault(name, {})[method] = about
+    return found
+
+
+def method_option(name: str, having: dict[str, Option]) -> inspect.Parameter:
+    """Methods may mean different things by a name; what the value has to be is for the chosen one to say."""
+    kinds = {about.kind for about in having.values()}
+    meant: dict[tuple[str, tuple[str, ...], Any], list[str]] = {}
+    for method, about in having.items():
+        meant.setdefault((about.description, about.choices, about.default), []).append(method)
+    texts = []
+    for (description, words, default), who in meant.items():
+        text = f"{', '.join(who)}: {description}{': ' if words else ''}{', '.join(words)}"
+        texts.append(text if default is None else f"{text} (default {default})")
+    return option(name, kinds.pop() if len(kinds) == 1 else str, "; ".join(texts), OF_METHODS)
 
 
 def preset() -> inspect.Parameter:
@@ -37,12 +68,32 @@ def preset() -> inspect.Parameter:
     return parameter("preset", Annotated[str | None, typer.Option("--preset", help=text, show_default=False)])
 
 
-def with_settings(function: Callable[..., Any], *, leave_out: tuple[str, ...] = ()) -> Callable[..., Any]:
-    """Give a command that takes `**settings` one option for every setting."""
+def bring(arguments: Sequence[str]) -> None:
+    """Load what a command line names before it is read: methods of plugins and of other packages have options of their own."""
+    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    after = list(pairwise(words))
+    files = [Path(word) for word in words if word.endswith(".toml")]
+    files += [Path(folder) / "config.toml" for flag, folder in after if flag == "--resume"]
+    said = [read(file) for file in files if file.is_file()]
+    for given in (*(name for flag, name in after if flag == "--plugin"), *(one.get("plugin") for one in said)):
+        plugins.load(plugins.named(given))
+    for name in (*(part for word in words for part in word.split(",")), *(str(one.get("algorithm")) for one in said)):
+        if name and REGISTRY.has(name):
+            REGISTRY.find(name)
+
+
+def with_settings(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A command that takes `**settings`, with an option for every setting and for every option of a method that is known now."""
     own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    taken = {p.name for p in own} | set(leave_out)
-    made = [preset(), *(option(name) for name in Config.model_fields if name not in taken)]
+    taken = {p.name for p in own} | ({"algorithm"} if any(p.name == "algorithms" for p in own) else set())
+    made = [preset(), *(setting(name) for name in SETTINGS if name not in taken)]
+    made += [method_option(name, having) for name, having in methods().items() if name not in taken]
+
+    def command(**given: Any) -> Any:
+        return function(**given)
+
     parameters = [*own, *made]
-    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    function.__annotations__ = {p.name: p.annotation for p in parameters}
-    return function
+    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    return command

@@ -17,9 +17,10 @@ import typer
 from rich.table import Table
 from torch import nn
 
-from fedagg import files, runs
+from fedagg import files, plugins, runs
 from fedagg import partition as splits
 from fedagg.cli import given as from_python
+from fedagg.cli.catalogue import Plugin
 from fedagg.cli.show import out, waiting
 from fedagg.config import Config, resolve
 from fedagg.data import Dataset, load
@@ -44,6 +45,7 @@ def partition(
     model: Annotated[str | None, typer.Option(help="whose gradients to compare (default linear)", show_default=False)] = None,
     run: Annotated[Path | None, typer.Option(help=RUN, show_default=False)] = None,
     folder: Annotated[Path, typer.Option("--out", help="where the files go")] = Path("partition"),
+    plugin: Plugin = None,
     data_dir: Annotated[str | None, typer.Option(help="where data sets are", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
 ) -> None:
@@ -60,6 +62,7 @@ def partition(
         "seed": seed,
         "model": model,
         "data_dir": data_dir,
+        "plugin": plugins.named(plugin) or None,
     }
     config = chosen(given, run, labels)
     if labels is not None:
@@ -100,17 +103,20 @@ def chosen(given: dict[str, Any], run: Path | None, labels: Path | None) -> Conf
         if labels is not None and "dataset" in options:
             raise SettingError("labels", str(labels), "give either --labels or --dataset")
         return resolve({"partition": "dirichlet", **options})
-    settled = [f"--{key}" for key in options if key != "data_dir"] + (["--labels"] if labels is not None else [])
+    settled = [f"--{key}" for key in options if key not in ("data_dir", "plugin")] + (["--labels"] if labels is not None else [])
     if settled:
         raise SettingError("run", str(run), f"has its own data, split and model; leave {', '.join(settled)} out")
-    config = runs.load(run).config.changed(**options)
+    recorded = runs.load(run).config
+    plugins.load(recorded.plugin)
+    config = recorded.changed(**options)
     from_python.refuse(config, "run", run, "the functions of fedagg.theory.heterogeneity")
     return config
 
 
 def split_name(config: Config) -> str:
-    more = {"shards": f", {config.shards} each", "iid": ""}.get(config.partition, f", σ = {config.sigma:g}")
-    return f"{config.partition}{more}"
+    if config.partition.startswith("dirichlet"):
+        return f"{config.partition}, σ = {config.sigma:g}"
+    return f"shards, {config.shards} each" if config.partition == "shards" else config.partition
 
 
 def over_sigma(labels: npt.NDArray[Any], config: Config) -> dict[float, Distances]:

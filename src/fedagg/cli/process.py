@@ -7,14 +7,13 @@ import sys
 import threading
 from typing import NoReturn
 
-from torch import distributed
-
 
 def leave(status: int) -> NoReturn:
     """End the process. At once in a distributed run, whose threads can abort a Python that is shutting down
     (pytorch/pytorch#179291), and after Ctrl-C, where Python would wait for threads in the middle of a client."""
     busy = status == 130 and any(not t.daemon and t is not threading.main_thread() for t in threading.enumerate())
-    if busy or (distributed.is_available() and distributed.is_initialized()):
+    distributed = sys.modules.get("torch.distributed")  # not imported here: `fedagg --version` needs no torch
+    if busy or (distributed is not None and distributed.is_available() and distributed.is_initialized()):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from fedagg import files, plots
+from fedagg import files, plots, plugins
+from fedagg.cli.catalogue import Plugin
 from fedagg.cli.show import err, out
 from fedagg.config import Config
 from fedagg.errors import SettingError, unknown
@@ -42,6 +43,7 @@ def reproduce(
     form: Annotated[str, typer.Option("--format", help=f"of tables: {', '.join(formats.FORMATS)}")] = "text",
     jobs: Annotated[int, typer.Option(help="cells at once, each in a process of its own", min=1)] = 1,
     time_limit: Annotated[float | None, typer.Option(help=LIMIT, min=0)] = None,
+    plugin: Plugin = None,
     fetch: Annotated[bool, typer.Option(help="download data that is missing")] = True,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:0, ...")] = None,
     engine: Annotated[str | None, typer.Option(help="where clients run: auto, sequential, batched")] = None,
@@ -52,7 +54,7 @@ def reproduce(
     drawn: Annotated[Path | None, typer.Option("--figures", help="where figures go (default RESULTS/figures)")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="fill the results folder only: no table, no figure")] = False,
 ) -> int:
-    """Run what a table or figure of the paper needs, and set it beside the paper's own numbers.
+    """Run what a table or figure of the paper needs, and set it beside the paper's numbers.
 
     Cells that are in the results folder already are not run again. Ctrl-C stops after the current round, and the
     same command goes on from there.
@@ -60,7 +62,8 @@ def reproduce(
     if form not in formats.FORMATS:
         raise unknown("format", form, formats.FORMATS)
     where: dict[str, Any] = {"device": device, "engine": engine, "chunk": chunk, "threads": threads}
-    where |= {"eval_every": eval_every, "data_dir": str(data_dir) if data_dir else None}
+    where |= {"eval_every": eval_every, "data_dir": str(data_dir) if data_dir else None, "plugin": plugins.named(plugin) or None}
+    plugins.load(plugins.named(plugin))
     specs = [
         grid.narrow(
             spec,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -11,7 +11,9 @@ from rich.table import Table
 
 from fedagg import runs
 from fedagg.config import Config
-from fedagg.federation import Result
+
+if TYPE_CHECKING:  # it takes seconds to import, and the names of methods can be shown without
+    from fedagg.federation import Result
 
 out = Console()
 err = Console(stderr=True)

@@ -15,7 +15,6 @@ import typer
 import fedagg
 from fedagg import trackers
 from fedagg.cli import given as from_python
-from fedagg.cli.options import with_settings
 from fedagg.cli.show import Live, err, out, results_table, task
 from fedagg.config import Config, make, read, resolve
 from fedagg.errors import SettingError
@@ -51,9 +50,6 @@ def run(
     if leads:
         tell(result, as_json)
     return 130 if result.interrupted else 0
-
-
-run = with_settings(run)
 
 
 def resumed(folder: Path, file: Path | None, settings: dict[str, Any]) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch
 
 from fedagg import seeding
 from fedagg.data import sources
-from fedagg.data.sources import Where, fetch, names, verify, where
+from fedagg.data.sources import Where, fetch, verify, where
 from fedagg.errors import SettingError
+from fedagg.registry import Registry
 
-__all__ = ["Dataset", "fetch", "load", "names", "verify", "where"]
+__all__ = ["REGISTRY", "Dataset", "fetch", "load", "names", "register", "verify", "where"]
 
 Array = torch.Tensor | np.ndarray[Any, Any]
 
@@ -112,8 +114,23 @@ class Dataset:
         return Dataset(x[rest], y[rest], x[held], y[held], self.name, self.classes)
 
 
+# Data sets of others, by functions that make them; those of the package are in `sources`.
+REGISTRY: Registry[Callable[[], Dataset]] = Registry("dataset", "fedagg.datasets", taken=sources.names())
+register = REGISTRY.register
+
+
+def names() -> list[str]:
+    """The datasets that `load` knows, the embedded one first."""
+    return [*sources.names(), *REGISTRY]
+
+
 def load(name: str, data_dir: Where = None, download: bool = True) -> Dataset:
     """A named dataset, with images as float32 in [0, 1]; fetched first where it is missing and `download` allows."""
+    if name not in sources.SOURCES and REGISTRY.has(name):
+        made = REGISTRY.find(name)()
+        if not isinstance(made, Dataset):
+            raise SettingError("dataset", name, f"its function returned a {type(made).__name__}; return a fedagg.Dataset")
+        return Dataset(made.x_train, made.y_train, made.x_test, made.y_test, name, made.classes)
     train, test = sources.read(name, data_dir, download)
     return Dataset(*train, *test, name=name, classes=sources.SOURCES[name].classes)
 

@@ -25,6 +25,7 @@ from fedagg.engines.threaded import Threaded, draws
 from fedagg.engines.trial import Trial
 from fedagg.engines.vmapped import VmappedNetwork
 from fedagg.errors import SettingError
+from fedagg.models import PUBLISHED
 
 
 class EngineOptions(Protocol):
@@ -56,7 +57,7 @@ def pick(setting: Setting, options: EngineOptions) -> Engine:
     if setting.device.type == "cpu" and any(isinstance(m, nn.RNNBase) for m in module.modules()):
         return noted(Sequential(setting), "recurrent layers gain nothing from stacking")
     setting = with_graph(setting)
-    trial = Trial(setting) if options.model == "custom" else None
+    trial = Trial(setting) if options.model not in PUBLISHED else None
     if setting.device.type == "cpu" and convolves(module):
         if written(setting, trial):
             return noted(Threaded(setting, cores, stacked.StackedNetwork), "no autograd; convolutions fill a core, not several")
@@ -71,7 +72,7 @@ def pick(setting: Setting, options: EngineOptions) -> Engine:
 def batched(setting: Setting, options: EngineOptions) -> Engine:
     """As asked for by name: whatever the device, and no other."""
     setting = with_graph(setting)
-    engine = together(setting, options, Trial(setting) if options.model == "custom" else None)
+    engine = together(setting, options, Trial(setting) if options.model not in PUBLISHED else None)
     if engine is None:
         raise SettingError(
             "engine", "batched", "the model does not train the same in a batch of clients; choose auto or sequential"

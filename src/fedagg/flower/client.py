@@ -21,7 +21,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
-from fedagg import algorithms, files
+from fedagg import algorithms, files, plugins
 from fedagg.engines.base import Setting
 from fedagg.engines.sequential import Sequential
 from fedagg.errors import SettingError
@@ -72,7 +72,7 @@ def client_app(
         samples = torch.arange(len(node.data))
         job = Job(client=client, samples=samples, epochs=order.local.epochs, seed=order.seed)
         at, work = order.model.to(setting.device), messages.moved(order.work, setting.device)
-        method = method_of(order) if work.memory or order.custom else None
+        method = method_of(order, context) if work.memory or order.custom else None
         work = replace(work, **{name: getattr(method, name) for name in order.custom})
         if quiet:
             updates_only(work, "quiet")
@@ -107,10 +107,11 @@ def client_app(
     return app
 
 
-def method_of(order: messages.Order) -> algorithms.Algorithm:
+def method_of(order: messages.Order, context: Context) -> algorithms.Algorithm:
     """The node's own copy of the method: losses, steps and what clients remember are code, which does not travel."""
-    if order.method not in algorithms.REGISTRY:
-        words = "is not known on this node; import the module that registers it where the ClientApp is made"
+    plugins.load(plugins.named(context.run_config.get("plugin")))
+    if not algorithms.REGISTRY.has(order.method):
+        words = "is not known on this node; import the module that registers it where the ClientApp is made, or name it as `plugin`"
         raise SettingError("algorithm", order.method, words)
     return algorithms.build(order.method, order.options)
 

@@ -153,8 +153,8 @@ class FedAggStrategy(Strategy):
             if (value := getattr(config, name)) != Config.model_fields[name].default:
                 raise SettingError(name, value, "is for simulations: nodes have their own data and faults; leave it out")
         self.members = Members(self.layout)
-        algorithm = algorithms.build(config.method, config.model_dump())
-        self.options = algorithms.options(config.method, config.model_dump())
+        algorithm = algorithms.build(config.method, config.flat())
+        self.options = algorithms.options(config.method, config.flat())
         if (secure or privacy is not None) and type(algorithm).weigh is not algorithms.Algorithm.weigh:
             words = "sums clients by sample count or plainly; choose a method that does not weigh them itself"
             raise SettingError("secure" if secure else "privacy", True, words)

@@ -20,6 +20,7 @@ from fedagg.models.linear import linear
 from fedagg.models.mnist_cnn import mnist_cnn
 from fedagg.models.resnet import resnet18
 from fedagg.models.vgg import vgg11
+from fedagg.registry import Registry
 
 SIDES = (28, 32)
 
@@ -34,7 +35,14 @@ class Architecture:
     any_shape: bool = False
 
 
-ARCHITECTURES = {
+class Networks(Registry[Architecture]):
+    """The networks by name. Those of others are functions of a sample's shape and the number of classes."""
+
+    def add(self, name: str, thing: Architecture | Callable[..., nn.Module]) -> None:
+        super().add(name, thing if isinstance(thing, Architecture) else Architecture(thing, any_shape=True))
+
+
+PUBLISHED = {
     "linear": Architecture(linear, any_shape=True),
     "mnist-cnn": Architecture(mnist_cnn),
     "cifar10-cnn": Architecture(cifar10_cnn, dropout=0.5),
@@ -45,6 +53,9 @@ ARCHITECTURES = {
     "googlenet": Architecture(googlenet, norms=("batch", "group")),
     "densenet121": Architecture(densenet121, norms=("batch", "group")),
 }
+
+ARCHITECTURES = Networks("model", "fedagg.models", PUBLISHED)
+register = ARCHITECTURES.register
 
 
 def names() -> tuple[str, ...]:
@@ -72,9 +83,7 @@ def build(
         dropout: probability of dropping a unit, for cifar10-cnn and alexnet. None is the architecture's default, 0.5.
         seed: of the initial weights. No random state outside this call is read or changed.
     """
-    if name not in ARCHITECTURES:
-        raise unknown("model", name, ARCHITECTURES)
-    architecture = ARCHITECTURES[name]
+    architecture = ARCHITECTURES.find(name)
     dims = tuple(shape)
     _check_shape(name, dims, architecture)
     if classes < 1:
@@ -83,7 +92,10 @@ def build(
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         # Not torch.manual_seed: that would reseed every accelerator too, which the fork does not restore.
         torch.default_generator.manual_seed(seed)
-        return architecture.make(dims, classes, **options)
+        made = architecture.make(dims, classes, **options)
+    if not isinstance(made, nn.Module):
+        raise SettingError("model", name, f"its function returned a {type(made).__name__}; return a torch module")
+    return made
 
 
 def _check_shape(name: str, shape: tuple[int, ...], architecture: Architecture) -> None:

@@ -204,8 +204,8 @@ def from_cell(cell: Measured) -> Entry:
     names = ("accuracy", "loss", "train_loss", "drift", "rate", "samples", "bytes_up", "bytes_down", "seconds")
     columns = {name: cell.column(name) for name in names}
     columns["drift_max"] = [None] * cell.rounds
-    known = {k: v for k, v in cell.config.items() if k in Config.model_fields}
-    return Entry(make(known, recorded=True), cell.rounds, columns, cell.accuracy, cell.best_accuracy, cell.loss, cell.environment)
+    known = make(cell.config, recorded=True)
+    return Entry(known, cell.rounds, columns, cell.accuracy, cell.best_accuracy, cell.loss, cell.environment)
 
 
 def from_run(run: Run) -> Entry:

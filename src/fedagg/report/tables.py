@@ -10,6 +10,7 @@ from typing import Any
 from fedagg.report.content import Content, Group, Series
 from fedagg.reproduce import formats, grid, table
 from fedagg.reproduce.results import Store
+from fedagg.runs import differing
 
 Cell = tuple[str, float | str | None, bool]  # text, what to sort by, whether it is bold
 MOST_ROWS = 30  # of a table that stands open where nobody came for it
@@ -94,14 +95,14 @@ def measured(line: table.Line, method: str) -> Cell:
 
 def configuration(content: Content) -> str:
     """What all runs share, and what tells them apart."""
-    every = [trial.config.model_dump(mode="json") for trial in content.trials]
-    shared = {k: v for k, v in every[0].items() if v is not None and all(one[k] == v for one in every)}
-    differ = [k for k in every[0] if any(one[k] != every[0][k] for one in every)]
+    every = [trial.config.flat() for trial in content.trials]
+    shared = {k: v for k, v in every[0].items() if v not in (None, ()) and all(one.get(k) == v for one in every)}
+    differ = differing(every)
     text = html("All runs share these.", ["setting", "value"], [[plain(k), plain(v)] for k, v in shared.items()])
     text = f"<details><summary>{len(shared)} settings that all runs share</summary>{text}</details>"
     if differ:
         heads = ["algorithm", *(k for k in differ if k != "algorithm")]
-        distinct = list(dict.fromkeys(tuple(str(one[k]) for k in heads) for one in every))
+        distinct = list(dict.fromkeys(tuple(str(one.get(k, "")) for k in heads) for one in every))
         rows = [[plain(value) for value in row] for row in distinct]
         listed = html("Settings that differ.", heads, rows)
         if len(rows) > MOST_ROWS:

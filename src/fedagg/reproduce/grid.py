@@ -9,8 +9,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from fedagg import plugins
 from fedagg.algorithms import REGISTRY
-from fedagg.config import Config, resolve
+from fedagg.config import Config, having, options_of, resolve
 from fedagg.errors import SettingError, unknown
 
 FOLDER = Path(__file__).resolve().parent.parent / "experiments" / "paper"
@@ -56,9 +57,15 @@ class Spec:
         own = {k: v for k, v in (variant or self.variants[0]).items() if k != "name"}
         named = {"algorithm": "fedagg", "variant": "paper"} if method == "fedagg-paper" else {"algorithm": method}
         given = {**self.settings, **row.settings, **own, **named, "participation": participation, "seed": seed}
-        config = resolve({k: v for k, v in given.items() if k != "preset"}, preset=given.get("preset"))
+        config = resolve(self.fit({k: v for k, v in given.items() if k != "preset"}), preset=given.get("preset"))
         rounds = max(1, round(config.rounds * self.rounds_scale))
         return config.changed(rounds=rounds, **self.overrides)
+
+    @staticmethod
+    def fit(given: dict[str, Any]) -> dict[str, Any]:
+        """An option goes to those of the methods that have it; a name that no method has stays, and is refused."""
+        own = options_of(given)
+        return {k: v for k, v in given.items() if k in Config.model_fields or k in own or not having(k)}
 
 
 @dataclass(frozen=True)
@@ -94,10 +101,14 @@ def load(name: str) -> Spec:
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise SettingError("experiment", name, f"is not TOML: {error}") from None
     try:
-        return parse(path.stem, text)
+        spec = parse(path.stem, text)
     except (KeyError, TypeError, AttributeError) as error:
         fix = f"{error} is missing or has the wrong type; see experiments/paper"
         raise SettingError("experiment", name, fix) from None
+    if "plugin" in spec.settings:
+        spec.settings["plugin"] = plugins.named(spec.settings["plugin"], path.parent)
+        plugins.load(spec.settings["plugin"])
+    return spec
 
 
 def parse(name: str, text: dict[str, Any]) -> Spec:
@@ -141,8 +152,8 @@ def narrow(
     if methods is not None:
         methods = list(every_method()) if list(methods) == ["all"] else methods
         for method in methods:
-            if method not in REGISTRY:
-                raise unknown("algorithms", method, [*REGISTRY, "all"])
+            if not REGISTRY.has(method):
+                raise unknown("algorithms", method, [*REGISTRY.all(), "all"])
     if not 0 < rounds_scale < float("inf"):
         raise SettingError("rounds-scale", rounds_scale, "must be above 0; 1 is the paper's number of rounds")
     return replace(
@@ -162,8 +173,9 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def every_method() -> tuple[str, ...]:
-    """Every method of the package, FedAgg last, as the paper has it."""
-    return (*sorted(name for name in REGISTRY if not name.startswith("fedagg")), "fedagg-paper", "fedagg")
+    """Every method, FedAgg last, as the paper has it."""
+    last = ("fedagg-paper", "fedagg")
+    return (*sorted(name for name in REGISTRY.all() if name not in last), *last)
 
 
 def cells(spec: Spec) -> Iterator[Cell]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedagg import files
-from fedagg.config import NO_BEARING, Config
+from fedagg.config import NO_BEARING, Config, options_of
 from fedagg.errors import FedaggError
 from fedagg.federation import Result
 
@@ -40,7 +40,7 @@ class Measured:
 
 def settings(config: Config) -> dict[str, Any]:
     """The settings that a result depends on."""
-    return {k: v for k, v in config.model_dump(mode="json").items() if k not in NO_BEARING}
+    return {k: v for k, v in config.flat().items() if k not in NO_BEARING}
 
 
 def key(config: Config) -> str:
@@ -50,7 +50,8 @@ def key(config: Config) -> str:
     configuration, and it is compared before a result is believed.
     """
     defaults = {name: field.default for name, field in Config.model_fields.items()}
-    changed = {k: v for k, v in settings(config).items() if v != defaults[k]}
+    defaults |= {name: option.default for name, option in options_of(config.flat()).items()}
+    changed = {k: v for k, v in settings(config).items() if v != defaults.get(k)}
     digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:10]
     split = f"{config.partition}{config.sigma:g}" if config.partition.startswith("dirichlet") else config.partition
     share = f"p{100 * config.participation:g}"
@@ -78,7 +79,7 @@ class Store:
             return None
         found = read(path)
         wanted = settings(config)
-        return found if all(wanted[k] == v for k, v in found.config.items() if k in wanted) else None
+        return found if all(wanted[k] == v for k, v in found.config.items() if k in wanted and v is not None) else None
 
     def put(self, result: Result, environment: dict[str, Any]) -> Path:
         files.folder(self.cells, "results")

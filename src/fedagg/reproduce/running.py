@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 import fedagg
-from fedagg import data, files
+from fedagg import data, files, plugins
 from fedagg.config import Config
 from fedagg.data import Dataset
 from fedagg.errors import DataError, FedaggError
@@ -186,6 +186,7 @@ def run_cell(cell: Cell, store: Store, stop: Stop, watch: Sequence[Callback] = (
 
 
 def train(config: Config, folder: Path, callbacks: Sequence[Callback]) -> Result:
+    plugins.load(config.plugin)  # a process of its own does not have them
     given = dataset(config.dataset, config.data_dir)
     if (folder / "config.toml").exists():
         try:
@@ -205,6 +206,8 @@ def dataset(name: str, data_dir: str | None) -> Dataset:
 
 def why_missing(name: str, data_dir: str | None) -> str:
     """Nothing when the data is there or can be brought; else why not."""
+    if data.REGISTRY.has(name):  # made by a function, not fetched
+        return ""
     try:
         data.fetch(name, data_dir)
     except (FedaggError, ImportError) as error:

@@ -271,7 +271,7 @@ class Reading:
             P=max(met),
             Q=max(work.size for work in (*works, *probes)),
             U=max((one.work.deviation or 0.0 for one in theorem), default=None),
-            alpha=self.config.alpha if theorem else None,
+            alpha=self.config.options["alpha"] if theorem else None,
             mu=None if mu.value is None else min(mu.value, beta),
             psi=None if psi.value is None else min(psi.value, beta),
             imbalance=self.objective.imbalance,
