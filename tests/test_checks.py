@@ -103,7 +103,7 @@ def test_a_mask_of_numbers_is_not_taken_for_indices() -> None:
     [
         ({"model": nn.Sequential(nn.Linear(20, 2))}, "puts out 2 numbers a sample; labels from 0 to 2 need 3"),
         ({"model": nn.Linear(9, 3)}, r"does not take samples of shape \(20,\) in float32: mat1 and mat2"),
-        ({"model": small().double()}, "does not take samples"),
+        ({"model": small().double()}, r"0\.weight is float64, and weights are trained in float32; give model.float"),
         ({"model": nn.LazyLinear(3)}, "do not know their sizes yet"),
         ({"model": nn.Linear}, "model = 'Linear': give a torch module"),
         ({"data": (X, Y, X, Y)}, "data = 'tuple': give fedagg.Dataset"),

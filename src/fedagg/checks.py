@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from fedagg.algorithms.base import LR, REGISTRY, Algorithm
 from fedagg.config import Config, resolve
 from fedagg.data import Dataset
 from fedagg.errors import SettingError, first_line
+from fedagg.flat import copied
 from fedagg.options import declared
 from fedagg.registry import origin
 from fedagg.work import Loss, cross_entropy
@@ -34,6 +34,10 @@ def given(data: Dataset | None, model: nn.Module | None, parts: Sequence[Any] | 
             raise SettingError(
                 "model", getattr(model, "__name__", type(model).__name__), "give a torch module, made, or a network's name"
             )
+        for name, parameter in model.named_parameters():
+            if getattr(parameter, "_post_accumulate_grad_hooks", None):
+                words = f"{name} has a post-accumulate hook, which writes to gradients itself; change them in register_hook"
+                raise SettingError("model", type(model).__name__, words)
         known["model"] = "custom"
     if parts is not None:
         if not isinstance(parts, Sequence | np.ndarray | Tensor) or len(parts) == 0:
@@ -140,8 +144,11 @@ def try_out(config: Config, module: nn.Module, loss: Loss, data: Dataset, parts:
         raise wrong("is scripted; give the module that it was made from")
     if not any(p.requires_grad for p in module.parameters()):
         raise wrong("has no trainable parameters")
-    x, y = data.x_train[:2].to(device), data.y_train[:2].to(device)
-    probe = copy.deepcopy(module).to(device).train()
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            raise wrong(f"{name} is {str(parameter.dtype)[6:]}, and weights are trained in float32; give model.float()")
+    x, y = data.x_train[:2].to(device, copy=True), data.y_train[:2].to(device, copy=True)
+    probe = copied(module).to(device).train()
     with seeding.seeded_global(0, device):
         try:
             output = probe(x)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fedagg.engines.base import Setting
 from fedagg.engines.batched import activations
+from fedagg.errors import FedaggError
 from fedagg.flat import Model, Workspace
 
 BATCH = {"cpu": 500, "cuda": 10_000}
@@ -20,23 +21,36 @@ def batch_size(setting: Setting) -> int:
     return most if setting.device.type == "cpu" else max(1, min(most, ROOM // (4 * max(1, activations(setting)))))
 
 
+def parted(rows: Tensor, size: int) -> list[Tensor]:
+    """Rows in parts of a size, and never one alone behind others: some modules do not take that."""
+    parts = list(rows.split(size))
+    return [*parts[:-2], rows[len(rows) - 1 - size :]] if len(parts) > 1 and len(parts[-1]) == 1 else parts
+
+
 class Evaluator:
     def __init__(self, setting: Setting, x: Tensor, y: Tensor) -> None:
         self.setting = setting
         self.space = Workspace(setting.module, setting.layout, setting.device)
         self.x, self.y = x.to(setting.device), y.to(setting.device)
         self.batch = batch_size(setting)
+        self.careful = True  # give the module copies: until it is known that it leaves what it is given alone
 
     @torch.no_grad()
     def samples(self, model: Model) -> tuple[Tensor, Tensor]:
         """Loss and hit of every test sample."""
         self.space.load(model)
         self.space.module.eval()
-        losses, hits = [], []
-        for x, y in zip(self.x.split(self.batch), self.y.split(self.batch), strict=True):
-            output = self.space.module(x)
-            losses.append(self.setting.loss(output, y))
+        losses, hits, wrote = [], [], False
+        for x, y in zip(parted(self.x, self.batch), parted(self.y, self.batch), strict=True):
+            given = (x.clone(), y.clone()) if self.careful else (x, y)
+            before = [part._version for part in given]
+            output = self.space.module(given[0])
+            losses.append(self.setting.loss(output, given[1]))
             hits.append(output.argmax(-1) == y)
+            wrote |= before != [part._version for part in given]
+        if wrote and not self.careful:
+            raise FedaggError("model: it wrote to the test samples, and did not when it first saw them; give it x.clone()")
+        self.careful = wrote
         return torch.cat(losses), torch.cat(hits)
 
     def __call__(self, model: Model) -> tuple[float, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import math
@@ -29,7 +28,7 @@ from fedagg.engines.distributed import Team
 from fedagg.errors import FedaggError, SettingError
 from fedagg.evaluate import Evaluator
 from fedagg.faults import Faults
-from fedagg.flat import Layout, Model
+from fedagg.flat import Layout, Model, copied
 from fedagg.memory import ClientMemory
 from fedagg.server import Server
 from fedagg.work import Loss, cross_entropy
@@ -217,9 +216,9 @@ class Simulation:
         given = data or load(config.dataset, config.data_dir)
         self.data = seen_data(config, given, parts)
         parts = checks.indices(parts, self.data) if parts is not None else deal(config, self.data)
-        self.module = copy.deepcopy(model) if model is not None else build_model(config, self.data)
+        self.module = copied(model) if model is not None else build_model(config, self.data)
         checks.try_out(config, self.module, loss, self.data, parts, self.device)
-        self.finished = copy.deepcopy(self.module)  # the trained weights go into this one
+        self.finished = copied(self.module)  # the trained weights go into this one
         algorithm = algorithms.build(config.method if method is None else method, config.flat())
         self.server = Server(config, algorithm, self.module, self.device)
         setting = Setting(

@@ -97,6 +97,16 @@ class Layout:
             here.copy_(torch.where(here.float() == value.float(), here, value))
 
 
+def copied(module: nn.Module) -> nn.Module:
+    """A deep copy that has the hooks of its parameters too, which torch leaves behind."""
+    hooks = [list((p._backward_hooks or {}).values()) for p in module.parameters()]
+    twin, hooks = copy.deepcopy((module, hooks))  # together: a hook may be a method of the module
+    for parameter, own in zip(twin.parameters(), hooks, strict=True):
+        for hook in own:
+            parameter.register_hook(hook)
+    return twin
+
+
 class Workspace:
     """A copy of a module whose parameters and gradients are views of two flat vectors, `w` and `g`.
 
@@ -104,7 +114,7 @@ class Workspace:
     """
 
     def __init__(self, module: nn.Module, layout: Layout, device: torch.device) -> None:
-        self.module = copy.deepcopy(module).to(device)
+        self.module = copied(module).to(device)
         self.layout = layout
         self.w = torch.zeros(layout.d, device=device)
         self.g = torch.zeros(layout.d, device=device)

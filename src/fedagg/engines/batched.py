@@ -512,7 +512,7 @@ def activations(setting: Setting) -> int:
 
     for module in space.module.modules():
         module.register_forward_hook(add)
-    x = setting.x[:2]  # one alone is too few for some layers
+    x = setting.x[:2].clone()  # one alone is too few for some layers
     space.module(x)
     return count // len(x)
 

@@ -26,6 +26,7 @@ from fedagg.engines.trial import Trial
 from fedagg.engines.vmapped import VmappedNetwork
 from fedagg.errors import SettingError
 from fedagg.models import PUBLISHED
+from fedagg.work import cross_entropy
 
 
 class EngineOptions(Protocol):
@@ -57,11 +58,11 @@ def pick(setting: Setting, options: EngineOptions) -> Engine:
     if setting.device.type == "cpu" and any(isinstance(m, nn.RNNBase) for m in module.modules()):
         return noted(Sequential(setting), "recurrent layers gain nothing from stacking")
     setting = with_graph(setting)
-    trial = Trial(setting) if options.model not in PUBLISHED else None
+    trial = on_trial(setting, options)
     if setting.device.type == "cpu" and convolves(module):
         if written(setting, trial):
             return noted(Threaded(setting, cores, stacked.StackedNetwork), "no autograd; convolutions fill a core, not several")
-        if cores > 1 and not (draws(module) if trial is None else trial.draws):
+        if cores > 1 and not (draws(module) if trial is None else trial.draws or trial.alone):
             return noted(Threaded(setting, cores), "convolutions fill a core, not several")
         return noted(Sequential(setting), "convolutions on a CPU gain nothing from stacking")
     return together(setting, options, trial) or noted(
@@ -69,10 +70,15 @@ def pick(setting: Setting, options: EngineOptions) -> Engine:
     )
 
 
+def on_trial(setting: Setting, options: EngineOptions) -> Trial | None:
+    """What is ours needs none."""
+    return Trial(setting) if options.model not in PUBLISHED or setting.loss is not cross_entropy else None
+
+
 def batched(setting: Setting, options: EngineOptions) -> Engine:
     """As asked for by name: whatever the device, and no other."""
     setting = with_graph(setting)
-    engine = together(setting, options, Trial(setting) if options.model not in PUBLISHED else None)
+    engine = together(setting, options, on_trial(setting, options))
     if engine is None:
         raise SettingError(
             "engine", "batched", "the model does not train the same in a batch of clients; choose auto or sequential"
@@ -103,7 +109,8 @@ def with_graph(setting: Setting) -> Setting:
 
 def written(setting: Setting, trial: Trial | None) -> bool:
     """Is the network made of written-out layers, and of nothing else?"""
-    return setting.graph is not None and (trial is None or trial.passed(stacked.StackedNetwork, padded=True))
+    tried = trial is None or (not trial.random and trial.passed(stacked.StackedNetwork, padded=True))
+    return tried and setting.graph is not None
 
 
 def convolves(module: nn.Module) -> bool:
@@ -116,7 +123,7 @@ def ordered(setting: Setting) -> Tensor:
     if setting.device.type == "cpu" and setting.x.dim() == 4 and convolves(setting.module):
         try:
             with torch.no_grad():
-                copy.deepcopy(setting.module).eval()(channels_last(setting.x[:2]))
+                copy.deepcopy(setting.module).eval()(channels_last(setting.x[:2].clone()))
         except RuntimeError:
             return setting.x
         return channels_last(setting.x)

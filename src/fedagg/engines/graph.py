@@ -42,13 +42,15 @@ METHODS: dict[Any, type[nn.Module]] = {"relu": nn.ReLU, "add": Sum, "flatten": n
 
 def traced(module: nn.Module, axes: int) -> list[Node] | None:
     """The layers in the order in which they run, for samples with so many axes; None if something is not written out."""
-    if not all(p.requires_grad for p in module.parameters()):
+    if not all(p.requires_grad for p in module.parameters()) or not ordinary(module):
         return None
     module = copy.deepcopy(module).train()  # which may keep what it was shown
     try:
-        graph = fx.Tracer().trace(module)
+        graph = Watchful().trace(module)
     except Exception:  # whatever a stranger's forward does with something that is no tensor
         return None
+    if not all(part.training for part in module.modules()):
+        return None  # a layer that its module holds in evaluation mode
     places: dict[fx.Node, Node | None] = {}
     nodes: list[Node] = []
     names: set[str] = set()
@@ -76,6 +78,34 @@ def traced(module: nn.Module, axes: int) -> list[Node] | None:
         places[found] = node
         nodes.append(node)
     return None
+
+
+def ordinary(module: nn.Module) -> bool:
+    """Do the layers of a module say all that a call of it does? Not where somebody has put something around them: a hook may do
+    nothing on the samples at hand, and something later."""
+    every = list(module.modules())
+    return not (
+        hooked(module)
+        or nn.modules.module._has_any_global_hook()
+        or any(part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part) for part in every)
+        or any(type(part).train is not nn.Module.train or type(part).__call__ is not nn.Module.__call__ for part in every)
+    )
+
+
+def hooked(module: nn.Module) -> bool:
+    """Does something stand between the loss and the gradients? Transforms of functions do not meet hooks of parameters at all."""
+    parts = any(part._backward_hooks or part._backward_pre_hooks for part in module.modules())
+    return parts or any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in module.parameters())
+
+
+class Watchful(fx.Tracer):
+    """A graph says what runs, not under what: a part without gradients or in another arithmetic is none of ours."""
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        odd = not torch.is_grad_enabled() or torch.is_inference_mode_enabled()
+        if odd or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            raise ValueError("a part of the network runs under a switch")
+        return super().create_node(*args, **kwargs)
 
 
 def lone(found: fx.Node, module: nn.Module) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.func import vmap
 
 from fedagg.engines.base import Setting
 from fedagg.engines.conv import Convolution, Loop, Pointwise
@@ -215,7 +216,7 @@ class StackedNetwork:
             return (losses * scale).sum(1), dy.mul_(scale[:, None]).transpose(1, 2)
         with torch.enable_grad():
             leaf = output.detach().requires_grad_()
-            losses = self.setting.loss(leaf.flatten(0, 1), y).view_as(scale)
+            losses = vmap(self.setting.loss, randomness="different")(leaf, y.view(*scale.shape, *y.shape[1:]))  # a client at a time
             total = (losses * scale).sum(1)
             (dy,) = torch.autograd.grad(total.sum(), leaf)
         return total.detach(), dy

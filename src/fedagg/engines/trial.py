@@ -3,19 +3,23 @@ batch or draw random numbers, and no list of such things is complete. So it is t
 
 from __future__ import annotations
 
-import copy
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedagg import seeding
 from fedagg.engines.base import Setting
 from fedagg.engines.batched import Network, seeded
+from fedagg.engines.graph import hooked, traced
 from fedagg.errors import SettingError, first_line
-from fedagg.flat import Model, Workspace
+from fedagg.flat import Model, Workspace, copied
+from fedagg.work import Loss, cross_entropy
 
 MOST = 8  # samples
 WITHIN = 1e-2  # relative: rounding is below, and what a module does differently is above
@@ -23,21 +27,36 @@ NUDGE = 1e-6  # in a deep network it is not: what so small a change of the weigh
 
 
 class Trial:
-    """One step of two clients, of which the second may have fewer samples than the first."""
+    """One step of two clients, of which the second may have fewer samples than the first. Layers of dropout draw other numbers in
+    every form: the step is tried without them."""
 
     def __init__(self, setting: Setting) -> None:
-        self.setting = replace(setting, module=copy.deepcopy(setting.module), half=False)
+        self.setting = replace(setting, module=copied(setting.module), half=False)
+        module = self.setting.module
         self.size = min(MOST, len(setting.x))
+        # From all over the data, which may be sorted: what looks at other clients' samples must find others there.
+        self.samples = torch.linspace(0, len(setting.x) - 1, 2 * self.size).round().long().view(2, -1)
         self.model = setting.layout.pack(setting.module).to(setting.device)
         zero = torch.zeros((), device=setting.device)
         self.begin = [zero, zero, self.model.buffers]  # gradient and loss are judged by their size, buffers by how they changed
         nudged = replace(self.model, w=(1 + NUDGE) * self.model.w)
+        # Some modules train by themselves or not at all: what they do in a step is more than gradient and buffers tell.
+        self.alone = hooked(module) or any(getattr(part, "max_norm", None) is not None for part in module.modules())
         with seeding.seeded_global(0, setting.device), exact():
-            before = self.drawn()
-            self.expected = {count: self.first(count) for count in (self.size, self.fewer)}
+            before, elsewhere = self.drawn(), drawn_elsewhere()
+            self.first(0, self.size)
             self.draws = not torch.equal(before, self.drawn())
-            again = {count: self.plain(count, nudged) for count in self.expected}
-        self.noise = {count: [apart(a, b) for a, b in zip(again[count], self.expected[count], strict=True)] for count in again}
+            silence(module)
+            self.setting.graph = traced(module, setting.x.dim() - 1)
+            before = self.drawn()
+            self.expected = {at: self.first(*at) for at in ((0, self.size), (1, self.size), (1, self.fewer))}
+            self.random = not torch.equal(before, self.drawn())  # still: in no layer that says so
+            self.alone |= elsewhere != drawn_elsewhere()
+            again = {at: self.plain(*at, nudged) for at in self.expected}
+        self.separate = setting.loss is cross_entropy or separate(
+            setting.loss, self.output.detach(), setting.y[self.samples[1, : self.fewer]]
+        )
+        self.noise = {at: [apart(a, b) for a, b in zip(again[at], self.expected[at], strict=True)] for at in again}
 
     @property
     def fewer(self) -> int:
@@ -48,39 +67,44 @@ class Trial:
         device = self.setting.device
         return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
-    def first(self, count: int) -> list[Tensor]:
+    def first(self, client: int, count: int) -> list[Tensor]:
         try:
-            return self.plain(count, self.model)
+            return self.plain(client, count, self.model)
         except (RuntimeError, TypeError, ValueError) as error:
             if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
                 raise
             words = f"does not get through its first step: {first_line(error)}"
         raise SettingError("model", type(self.setting.module).__name__, words)
 
-    def plain(self, count: int, model: Model) -> list[Tensor]:
-        """Gradient, loss and buffers of a step on so many samples."""
-        s = self.setting
+    def plain(self, client: int, count: int, model: Model) -> list[Tensor]:
+        """Gradient, loss and buffers of a client's step on so many samples."""
+        s, samples = self.setting, self.samples[client, :count]
         space = Workspace(s.module, s.layout, s.device)
         space.load(model)
         space.module.train()
-        loss = s.loss(space.module(s.x[:count]), s.y[:count]).mean()
+        before = numbers(space.module)
+        self.output = space.module(s.x[samples])
+        loss = s.loss(self.output, s.y[samples]).mean()
         loss.backward()
+        self.alone |= not torch.equal(space.w, model.w) or before != numbers(space.module)
         return [space.g, loss.detach(), space.statistics()]
 
     def passed(self, make: Callable[[Setting, int], Network], padded: bool) -> bool:
         """Is the form's step the module's own? With `padded`, the second client has fewer samples, and padding in their place."""
+        if self.alone or (padded and not self.separate):
+            return False
         counts = (self.size, self.fewer if padded else self.size)
         try:
             made = self.step(make, counts, self.size - 1)
-            other = self.step(make, counts, 0) if self.draws else made
+            other = self.step(make, counts, 0) if self.random else made
         except Exception:  # whatever a stranger's forward makes of several clients at once
             return False
-        if self.draws:  # every form draws its own numbers; but what lies in the padding must make no difference
+        if self.random:  # every form draws its own numbers; but what lies in the padding must make no difference
             sizes = [float(part.nan_to_num(posinf=0.0, neginf=0.0).norm()) for part in made]
             return all(apart(a, b) <= 1e-4 * size + 1e-6 for a, b, size in zip(made, other, sizes, strict=True))
-        for row, count in enumerate(counts):
-            for ours, expected, noise, begin in zip(made, self.expected[count], self.noise[count], self.begin, strict=True):
-                if not apart(ours[row], expected) <= WITHIN * apart(expected, begin) + 10 * noise + 1e-6:
+        for at in enumerate(counts):
+            for ours, expected, noise, begin in zip(made, self.expected[at], self.noise[at], self.begin, strict=True):
+                if not apart(ours[at[0]], expected) <= WITHIN * apart(expected, begin) + 10 * noise + 1e-6:
                     return False
         return True
 
@@ -90,14 +114,50 @@ class Trial:
         scale = torch.zeros(2, size, device=s.device)
         for row, count in zip(scale, counts, strict=True):
             row[:count] = 1 / count
-        order = torch.arange(size).repeat(2)
-        order[size + counts[1] :] = filler
+        order = self.samples.clone()
+        order[1, counts[1] :] = self.samples[1, filler]
+        order = order.view(-1)
         network = make(s, 2)
         network.w.copy_(self.model.w.expand(2, -1))
         network.buffers.copy_(self.model.buffers.expand(2, -1))
         with seeded(network, 0, s.device), exact():
             loss = network.gradient(s.x[order], s.y[order], scale)
         return [network.g, loss, network.buffers]
+
+
+def separate(loss: Loss, output: Tensor, y: Tensor) -> bool:
+    """Is the loss of a sample the same, whatever samples are beside it? Only then may there be padding. Tried on outputs of many
+    sizes as well: those of a network that has not learnt anything are all alike."""
+    noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
+    for given in (output, noise, 10 * noise):
+        try:
+            whole = loss(given.clone(), y.clone())
+            parts = [loss(one.clone(), labels.clone()) for one, labels in zip(given.split(2), y.split(2), strict=True)]
+        except Exception:  # outputs that it does not take, such as numbers that are no probabilities
+            continue
+        if not torch.allclose(whole, torch.cat(parts), rtol=1e-4, atol=1e-6, equal_nan=True):
+            return False
+    return True
+
+
+def silence(module: nn.Module) -> None:
+    """No layer draws any more, where it is one of torch's."""
+    for part in module.modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd):
+            part.p = 0.0
+        elif isinstance(part, nn.RNNBase | nn.MultiheadAttention):
+            part.dropout = 0.0
+
+
+def numbers(module: nn.Module) -> dict[tuple[str, str], Any]:
+    """What a module knows beside its tensors."""
+    plain = (bool, int, float, str)
+    return {(name, key): v for name, part in module.named_modules() for key, v in vars(part).items() if isinstance(v, plain)}
+
+
+def drawn_elsewhere() -> list[Any]:
+    """Where the generators of Python and NumPy stand."""
+    return [random.getstate(), repr(np.random.get_state())]  # noqa: NPY002
 
 
 @contextmanager
@@ -112,5 +172,5 @@ def exact() -> Iterator[None]:
 
 
 def apart(a: Tensor, b: Tensor) -> float:
-    """The distance; none where both are the same infinity."""
-    return float(torch.where(a == b, 0.0, a - b).norm())
+    """The distance; none where both are the same infinity, or no number."""
+    return float(torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, a - b).norm())

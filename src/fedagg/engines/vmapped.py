@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 from torch.func import functional_call, grad_and_value, vmap
 
 from fedagg.engines.base import Setting
+from fedagg.flat import copied
 from fedagg.work import Client, ClientLoss, Learner
 
 # Which of its operations torch runs one client at a time is no concern of the user's: the result is the same.
@@ -29,7 +29,7 @@ class VmappedNetwork:
         layout, device = setting.layout, setting.device
         self.w, self.g = torch.zeros(n, layout.d, device=device), torch.zeros(n, layout.d, device=device)
         self.buffers = torch.zeros(n, layout.b, device=device)
-        self.module = copy.deepcopy(setting.module).to(device).train()  # its tensors are swapped for others while it runs
+        self.module = copied(setting.module).to(device).train()  # its tensors are swapped for others while it runs
         shapes = dict(layout.parameters)
         self.weights = {name: view.view(n, *shapes[name]) for name, view in layout.weights(self.w)}
         self.grads = {name: view.view(n, *shapes[name]) for name, view in layout.weights(self.g)}

@@ -145,7 +145,7 @@ def told_apart(module: nn.Module, head: str, node: NodeData) -> int:
     seen: list[int] = []
     probe = copy.deepcopy(module).eval()
     probe.get_submodule(head).register_forward_hook(lambda _, args, output: seen.append(int(output.shape[-1])))
-    probe(node.data.x_train[:1])
+    probe(node.data.x_train[:1].clone())
     if (highest := int(node.data.y_train.max())) >= seen[0]:
         raise SettingError("data(context)", f"label {highest}", f"the model's head {head!r} tells {seen[0]} classes apart")
     return seen[0]
