@@ -30,7 +30,7 @@ from fedagg.engines.distributed import deal
 from fedagg.engines.graph import traced
 from fedagg.engines.threaded import Threaded
 from fedagg.engines.vmapped import VmappedNetwork
-from fedagg.errors import SettingError
+from fedagg.errors import FedaggWarning, SettingError
 from fedagg.memory import ClientMemory
 from fedagg.work import Chunk, ClientOptions, Job, Work
 
@@ -448,16 +448,17 @@ def test_running_out_of_memory_halves_the_chunk(monkeypatch: pytest.MonkeyPatch)
         return train(model, work, jobs, memory)
 
     monkeypatch.setattr(engine, "train", small)
-    chunks = list(engine.run(model, work, job_list(), None))
+    with pytest.warns(FedaggWarning, match="--chunk 2 makes it the same every time"):
+        chunks = list(engine.run(model, work, job_list(), None))
     assert [len(chunk.jobs) for chunk in chunks] == [2, 2]
     assert_same(chunks, expected)
     assert "memory ran out" in engine.note
 
 
-def test_chunks_are_cut_to_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_are_cut_to_what_they_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     setting = make_setting(chain(), (2, 8, 8), ClientOptions(epochs=1, batch_size=4))
     each = 4 * (6 * setting.layout.d + 4 * 4 * batched.activations(setting))
-    monkeypatch.setattr(batched, "free_memory", lambda device: 7 * each)
+    monkeypatch.setattr(batched, "allowance", lambda device: 4 * each - 1)
     groups = list(Batched(setting, stacked.StackedNetwork).groups(job_list(1)))
     assert [len(group) for group in groups] == [3, 1]
 

@@ -13,17 +13,19 @@ from torch import Tensor
 from fedagg.errors import unknown
 
 OUTLIER_OCTAVES = 3  # a client that moved over 8 to 16 times the median per step is left out
+STILL = 1e-9  # no length of a step: the client did not move
 
 
-def judge(lengths: Sequence[float], fits: Sequence[bool], yardstick: float = 0.0) -> list[str | None]:
+def judge(lengths: Sequence[float], fits: Sequence[bool], yardstick: float = 0.0, drop: bool = True) -> list[str | None]:
     """Why each client is left out, from how far it moved per step and whether its reply has the model's size; None
     for those that count.
 
-    A reply of another size and a length that is not finite speak for themselves. Beyond that the median of the round
-    is the yardstick (the lower one of two, for the absurd ones are long), in whole octaves, so that sums kept by
-    octave (`Octaves`) can be judged after the fact. Near convergence that median goes to zero while an honest client
-    may still have a way to go: what was usual in earlier rounds, `yardstick`, is never absurd."""
-    sound = sorted(octave(v) for v, fit in zip(lengths, fits, strict=True) if fit and math.isfinite(v))
+    A reply of another size and a length that is not finite speak for themselves. Beyond that, where outliers are to be
+    dropped, the median of those that moved at all is the yardstick (the lower one of two, for the absurd ones are
+    long), in whole octaves, so that sums kept by octave (`Octaves`) can be judged after the fact. Near convergence that
+    median goes to zero while an honest client may still have a way to go: what was usual in earlier rounds,
+    `yardstick`, is never absurd."""
+    sound = sorted(octave(v) for v, fit in zip(lengths, fits, strict=True) if fit and STILL < v < math.inf)
     middle = max(sound[(len(sound) - 1) // 2] if sound else 0, octave(yardstick))
     causes: list[str | None] = []
     for length, fit in zip(lengths, fits, strict=True):
@@ -32,7 +34,8 @@ def judge(lengths: Sequence[float], fits: Sequence[bool], yardstick: float = 0.0
         elif not math.isfinite(length):
             causes.append("not finite")
         else:
-            causes.append("moved absurdly far" if octave(length) > middle + OUTLIER_OCTAVES else None)
+            far = drop and octave(length) > middle + OUTLIER_OCTAVES
+            causes.append("moved absurdly far" if far else None)
     return causes
 
 
@@ -43,8 +46,8 @@ def usual_length(lengths: Sequence[float], valid: Sequence[bool]) -> float:
 
 
 def octave(length: float) -> int:
-    """floor(log2(length)); everything under 1e-9, a client that did not move, shares the lowest one."""
-    return math.frexp(max(length, 1e-9))[1] - 1
+    """floor(log2(length)); clients that did not move share the lowest one."""
+    return math.frexp(max(length, STILL))[1] - 1
 
 
 class Combiner(Protocol):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from fedagg import data as sets
 from fedagg import plugins, seeding
 from fedagg.algorithms.base import LR, REGISTRY, Algorithm
 from fedagg.config import Config, resolve
@@ -28,7 +29,7 @@ def given(data: Dataset | None, model: nn.Module | None, parts: Sequence[Any] | 
     if data is not None:
         if not isinstance(data, Dataset):
             raise SettingError("data", type(data).__name__, "give fedagg.Dataset(x_train, y_train, x_test, y_test)")
-        known["dataset"] = data.name if data.name in sets.names() else "custom"
+        known["dataset"] = data.name if data.untouched else "custom"
     if model is not None:
         if not isinstance(model, nn.Module):
             raise SettingError(
@@ -38,12 +39,34 @@ def given(data: Dataset | None, model: nn.Module | None, parts: Sequence[Any] | 
             if getattr(parameter, "_post_accumulate_grad_hooks", None):
                 words = f"{name} has a post-accumulate hook, which writes to gradients itself; change them in register_hook"
                 raise SettingError("model", type(model).__name__, words)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.is_meta or tensor.layout != torch.strided:
+                words = f"{name} is {'on the meta device' if tensor.is_meta else 'sparse'}: it has to have all its numbers"
+                raise SettingError("model", type(model).__name__, words)
         known["model"] = "custom"
     if parts is not None:
         if not isinstance(parts, Sequence | np.ndarray | Tensor) or len(parts) == 0:
             raise SettingError("parts", type(parts).__name__, "give a list with the samples of every client, at least one")
         known |= {"partition": "custom", "clients": len(parts)}
     return known
+
+
+def own(model: nn.Module) -> nn.Module:
+    """A copy: the user's own module stays as it is."""
+    try:
+        return copied(model)
+    except Exception as error:  # whatever it holds that is no tensor
+        words = f"cannot be copied, and every client trains a copy: {first_line(error)}; keep such things out of the module"
+    raise SettingError("model", type(model).__name__, words)
+
+
+def path(setting: str, value: object) -> Path | None:
+    """A folder that was named from Python."""
+    if value is None:
+        return None
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise SettingError(setting, value, "give the name of a folder")
+    return Path(value)
 
 
 def method(algorithm: Algorithm | str | None, settings: dict[str, Any]) -> Algorithm | None:
@@ -157,7 +180,7 @@ def try_out(config: Config, module: nn.Module, loss: Loss, data: Dataset, parts:
         except Exception as error:  # whatever layers say to what they cannot take
             words = f"does not take samples of shape {tuple(data.shape)} in {str(x.dtype)[6:]}{hint(module, data)}"
             raise wrong(words, error) from None
-        if not isinstance(output, Tensor) or output.dim() != 2 or len(output) != len(x):
+        if not rows(output, len(x)):
             form = tuple(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__}"
             raise wrong(f"must put out a row of numbers a sample, a number a class, and put out {form} for {len(x)} samples")
         if loss is cross_entropy and output.shape[1] < data.classes:
@@ -166,16 +189,32 @@ def try_out(config: Config, module: nn.Module, loss: Loss, data: Dataset, parts:
             words = f"puts out {output.shape[1]} numbers a sample; labels from 0 to {data.classes - 1} need {data.classes}{advice}"
             raise wrong(words)
         check_loss(loss, output, y)
+        try:  # one alone: batch normalisation has nothing to take the deviation of, and `squeeze` takes the batch away
+            alone = probe(x[:1])
+            taken = rows(alone, 1) and loss(alone, y[:1]).shape == (1,)
+        except Exception:
+            taken = False
+        for client, part in enumerate(parts if not taken else ()):
+            if len(part) == 1:
+                words = f"gives client {client} one sample, and the model does not take it alone; let it have more"
+                raise SettingError("partition", config.partition, words)
+            if len(part) % config.batch_size == 1 or config.batch_size == 1:
+                words = f"leaves client {client} with a batch of one, which the model does not take; choose another"
+                raise SettingError("batch_size", config.batch_size, words)
+        x, y = data.x_test[:2].to(device, copy=True), data.y_test[:2].to(device, copy=True)
         try:
-            probe(x[:1])
-        except Exception:  # one alone: batch normalisation has nothing to take the deviation of
-            for client, part in enumerate(parts):
-                if len(part) == 1:
-                    words = f"gives client {client} one sample, and the model does not take it alone; let it have more"
-                    raise SettingError("partition", config.partition, words) from None
-                if len(part) % config.batch_size == 1 or config.batch_size == 1:
-                    words = f"leaves client {client} with a batch of one, which the model does not take; choose another"
-                    raise SettingError("batch_size", config.batch_size, words) from None
+            with torch.no_grad():
+                output = probe.eval()(x)
+                taken = rows(output, len(x)) and loss(output, y).shape == (len(x),)
+        except Exception as error:
+            raise wrong("does not take test samples in evaluation mode", error) from None
+        if not taken:
+            raise wrong(f"must put out a row of numbers a sample in evaluation mode too, also for {len(x)}")
+
+
+def rows(output: object, count: int) -> bool:
+    """Is this a row of numbers for each of so many samples?"""
+    return isinstance(output, Tensor) and output.dim() == 2 and len(output) == count
 
 
 def extremes(data: Dataset) -> Tensor:

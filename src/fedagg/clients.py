@@ -197,8 +197,9 @@ class Gathered:
         if weight.shape != size.shape or not bool((torch.isfinite(weight) & (weight >= 0)).all()):
             raise FedaggError("weigh: the method must give one number a client, finite and not negative")
         fits = torch.tensor([received == chunk.delta.shape[1] for received in chunk.received])
-        # Buffers that a client left alone count as such, and may be anything: a mask of infinities is nobody's fault.
-        statistics = torch.where(chunk.buffers == model.buffers, 0.0, chunk.buffers - model.buffers)
+        # Buffers that a client left alone count as such, and may be anything: infinities and what is no number are nobody's fault.
+        same = (chunk.buffers == model.buffers) | (chunk.buffers.isnan() & model.buffers.isnan())
+        statistics = torch.where(same, 0.0, chunk.buffers - model.buffers)
         reported = {f.name: getattr(chunk, f.name).double().cpu() for f in fields(Report)}
         norm2 = torch.linalg.vector_norm(chunk.delta, dim=1).double().square().cpu()
         sound = fits & torch.isfinite(norm2) & torch.isfinite(reported["loss"])

@@ -331,7 +331,7 @@ def advice(setting: str, message: str) -> str:
 def read(path: Path) -> dict[str, Any]:
     """The settings in a TOML file."""
     try:
-        settings = tomllib.loads(path.read_text(encoding="utf-8"))
+        settings = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a mark
     except FileNotFoundError:
         raise SettingError("config", str(path), "there is no such file") from None
     except IsADirectoryError:

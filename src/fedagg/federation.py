@@ -23,7 +23,7 @@ from fedagg.checkpoint import Checkpoint
 from fedagg.clients import Clients
 from fedagg.config import Config
 from fedagg.data import Dataset, load
-from fedagg.engines.base import Setting, set_precision, switches_restored
+from fedagg.engines.base import Setting, set_precision
 from fedagg.engines.distributed import Team
 from fedagg.errors import FedaggError, SettingError
 from fedagg.evaluate import Evaluator
@@ -31,10 +31,12 @@ from fedagg.faults import Faults
 from fedagg.flat import Layout, Model, copied
 from fedagg.memory import ClientMemory
 from fedagg.server import Server
+from fedagg.surroundings import as_usual
 from fedagg.work import Loss, cross_entropy
 
 CHECKPOINT_SECONDS = 45.0
 CHECKPOINT_SHARE = 0.05  # of a run's time may go into checkpoints that nobody asked for by number
+LOOKED_AT = 2000  # samples of a named set by which it is known again
 MEMORY_PART = 256 << 20  # bytes of what clients remember that a checkpoint takes at a time
 
 P = ParamSpec("P")
@@ -107,7 +109,7 @@ def guarded(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def careful(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            with switches_restored():
+            with as_usual():
                 return function(*args, **kwargs)
         except (MemoryError, RuntimeError) as error:
             # torch says so in a class of its own on a GPU, and only in words on the CPU
@@ -116,7 +118,9 @@ def guarded(function: Callable[P, R]) -> Callable[P, R]:
             folder = kwargs.get("resume") or kwargs.get("out")
             begun = folder is not None and (Path(str(folder)) / "config.toml").exists()
             again = f", then go on with --resume {shlex.quote(str(folder))}" if begun else ""
-        raise FedaggError(f"out of memory; lower --chunk, --batch-size or --participation, or the model{again}")
+        # Of a run that has begun, only what may change without changing it.
+        less = "--chunk, or give --client-memory disk" if begun else "--chunk, --batch-size or --participation, or the model"
+        raise FedaggError(f"out of memory; lower {less}{again}")
 
     return careful
 
@@ -154,6 +158,7 @@ def run(
     """
     if resume is not None and out is not None:
         raise SettingError("out", str(out), f"a resumed run continues in its own folder, {resume}; leave out `out`")
+    out, resume = checks.path("out", out), checks.path("resume", resume)
     if isinstance(model, str):
         settings["model"], model = model, None
     checks.followers(callbacks)
@@ -216,7 +221,7 @@ class Simulation:
         given = data or load(config.dataset, config.data_dir)
         self.data = seen_data(config, given, parts)
         parts = checks.indices(parts, self.data) if parts is not None else deal(config, self.data)
-        self.module = copied(model) if model is not None else build_model(config, self.data)
+        self.module = checks.own(model) if model is not None else build_model(config, self.data)
         checks.try_out(config, self.module, loss, self.data, parts, self.device)
         self.finished = copied(self.module)  # the trained weights go into this one
         algorithm = algorithms.build(config.method if method is None else method, config.flat())
@@ -239,7 +244,7 @@ class Simulation:
                 Clients, engine=self.engine, samples=Samples(parts), memory=self.memory, faults=faults, team=self.team
             ),
         )
-        self.identity = fingerprint(config, given, parts, self.module, loss)
+        self.given, self.identity = given.name, fingerprint(config, given, parts, self.module, loss)
 
     @property
     def follows(self) -> bool:
@@ -253,8 +258,9 @@ class Simulation:
     def record(self, out: str | Path | None, resume: str | Path | None) -> record.Record:
         """The run folder: a new one, one to go on with, or none."""
         environment = record.environment(self.device, self.engine.note, fedagg.__version__)
+        environment |= {"data": self.given, "given": self.identity}
         if resume is not None and not self.follows:
-            return record.Record.resume(Path(resume), self.config, self.identity)
+            return record.Record.resume(Path(resume), self.config, self.identity, environment)
         book = record.Record(Path(out) if out is not None and not self.follows else None, self.config, environment)
         if resume is not None:
             book.resumed = checkpoint.latest(Path(resume) / "checkpoints")
@@ -499,9 +505,10 @@ def fingerprint(config: Config, data: Dataset, parts: Sequence[Any], module: nn.
     form: list[Any] = [layout.parameters, [(name, shape) for name, shape, _ in layout.buffers]]
     form += [p.detach().cpu().numpy() for p in module.parameters() if not p.requires_grad]  # a checkpoint does not hold these
     known = {"model": digest(form if config.model != "custom" else [*form, repr(module)]), "loss": checks.name_of(loss)}
-    if config.dataset == "custom":
-        samples = [data.x_train.numpy(), data.y_train.numpy(), data.x_test.numpy(), data.y_test.numpy()]
-        known["data"] = digest([data.shape, *samples])
+    # Of a named set all labels and some samples: there is no need to look at hundreds of megabytes at every start.
+    every = [1 if config.dataset == "custom" else -(-len(x) // LOOKED_AT) for x in (data.x_train, data.x_test)]
+    samples = [x[::step].numpy() for x, step in zip((data.x_train, data.x_test), every, strict=True)]
+    known["data"] = digest([data.shape, *samples, data.y_train.numpy(), data.y_test.numpy()])
     if config.partition == "custom":
         known["parts"] = digest(piece for part in parts for piece in (len(part), np.asarray(part, dtype=np.int64)))
     return known

@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,9 +21,13 @@ from torch import nn
 from fedagg import checkpoint, files
 from fedagg.checkpoint import Checkpoint
 from fedagg.config import Config, make, read
-from fedagg.errors import FedaggError, SettingError
+from fedagg.errors import FedaggError, FedaggWarning, SettingError
 
-MAY_CHANGE = {"rounds", "device", "engine", "threads", "chunk", "checkpoint_every", "data_dir", "plugin"}
+MAY_CHANGE = {
+    *("rounds", "device", "engine", "threads", "chunk", "checkpoint_every", "data_dir", "client_memory", "eval_every", "plugin")
+}
+# What the last digits of a run depend on beside its settings: with these the same, the same run gives the same bytes.
+DIGITS = ("fedagg", "torch", "processor", "device", "engine", "threads")
 
 
 class Record:
@@ -47,7 +52,7 @@ class Record:
             files.write(folder / "config.toml", config.toml())
 
     @classmethod
-    def resume(cls, folder: Path, config: Config, identity: dict[str, str]) -> Record:
+    def resume(cls, folder: Path, config: Config, identity: dict[str, str], environment: dict[str, Any]) -> Record:
         """Open an unfinished run again: cut its files back to the newest whole checkpoint."""
         if not (folder / "config.toml").is_file():
             raise SettingError("resume", str(folder), "is not a run folder: it has no config.toml")
@@ -61,6 +66,7 @@ class Record:
         record.folder, record.claim = folder, files.Claim(folder, "resume")
         with record.closed_on_failure():
             record.go_back(folder, identity)
+            record.note_changes(folder, environment)
         return record
 
     def go_back(self, folder: Path, identity: dict[str, str]) -> None:
@@ -69,6 +75,13 @@ class Record:
         files.tidy(folder / "checkpoints")
         self.resumed = checkpoint.latest(folder / "checkpoints")
         done = self.resumed.round if self.resumed else 0
+        if self.resumed is None and not checkpoint.saved(folder / "checkpoints") and (folder / "metrics.jsonl").exists():
+            if (folder / "result.json").exists():  # which comes after a checkpoint
+                raise SettingError(
+                    "resume", str(folder), "its checkpoints are gone, and a run goes on from one; start it anew elsewhere"
+                )
+            words = f"{folder}: stopped before its first checkpoint, or has lost them; the run starts from its first round"
+            warnings.warn(words, FedaggWarning, stacklevel=2)
         if self.config.rounds < done:
             raise SettingError("rounds", self.config.rounds, f"the run has done {done} already; give at least that many")
         facts = self.resumed.facts if self.resumed else {}
@@ -83,6 +96,21 @@ class Record:
             elif keep:
                 raise FedaggError(f"{path}: shorter than its checkpoint says; start the run again in a new folder")
         files.write(folder / "config.toml", self.config.toml())
+
+    def note_changes(self, folder: Path, now: dict[str, Any]) -> None:
+        """Say where the run goes on elsewhere or otherwise than it began, and keep it with the rest."""
+        path = folder / "environment.json"
+        try:
+            begun = json.loads(path.read_text(encoding="utf-8"))
+            changed = {name: now[name] for name in DIGITS if name in begun and begun[name] != now[name]}
+        except (OSError, ValueError, TypeError):  # an old folder, or somebody's file: it is of no use to training
+            return
+        if changed:
+            said = ", ".join(f"{name} was {begun[name]!r}, now {value!r}" for name, value in changed.items())
+            words = f"{said}: the last digits may differ from those of a run that was not stopped"
+            warnings.warn(words, FedaggWarning, stacklevel=2)
+            since = {"round": self.resumed.round if self.resumed else 0, **changed}
+            files.write(path, json.dumps({**begun, "resumed": [*begun.get("resumed", []), since]}, indent=2))
 
     def __enter__(self) -> Self:
         return self

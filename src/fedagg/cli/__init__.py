@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ import fedagg
 from fedagg.cli.process import leave
 from fedagg.cli.show import err, out
 from fedagg.config import ELSEWHERE
-from fedagg.errors import FedaggError
+from fedagg.errors import FedaggError, SettingError
+from fedagg.files import reason
 
 # Where each command is, and the first line of its help.
 COMMANDS = {
@@ -91,8 +93,11 @@ def main(arguments: list[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape") and stream.encoding != "utf-8":
             stream.reconfigure(errors="replace")  # a terminal that has no μ shows a question mark, and the command goes on
+    words = arguments if arguments is not None else sys.argv[1:]
     try:
-        status = app(arguments if arguments is not None else sys.argv[1:], standalone_mode=False)
+        refuse_empty(words)
+        status = app(words, standalone_mode=False)
+        sys.stdout.flush()  # here, where it can still be said that nobody takes it
         leave(status if isinstance(status, int) else 0)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
@@ -107,10 +112,23 @@ def main(arguments: list[str] | None = None) -> None:
     except FedaggError as error:
         complain(str(error))
     except MemoryError:
-        complain("out of memory; lower --chunk, --batch-size or --clients, then go on with --resume")
+        complain("out of memory; lower --chunk, --batch-size or --participation")
+    except OSError as error:
+        if error.filename is None:  # standard output: nothing is to be tried again on the way out
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        complain(f"{error.filename or 'standard output'}: cannot be read or written ({reason(error)})")
     except (KeyboardInterrupt, click.Abort):
         err.print("stopped")
         leave(130)
+
+
+def refuse_empty(words: list[str]) -> None:
+    """An empty word is a variable that the shell does not know; as a path it would be the folder one is in."""
+    for before, word in zip(["", *words], words, strict=False):
+        option, given, value = word.partition("=")
+        if word == "" or (given and not value and word.startswith("--")):
+            name = (option or before).lstrip("-") or "argument"
+            raise SettingError(name, "", "is empty; give a value, or leave it out")
 
 
 def say(message: str, style: str) -> None:

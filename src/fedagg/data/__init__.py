@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,7 @@ class Dataset:
     y_test: torch.Tensor
     name: str
     classes: int
+    _loaded: list[int] | None = field(default=None, init=False)  # the state of its tensors when `load` made it
 
     def __init__(
         self,
@@ -73,6 +74,14 @@ class Dataset:
             _check_range(key, tensors[key], int(classes))
         for key, value in {**tensors, "name": name, "classes": int(classes)}.items():
             object.__setattr__(self, key, value)
+
+    @property
+    def untouched(self) -> bool:
+        """Is this the named set as `load` makes it? Not if it was normalised, cut, or written to since, or only has the name."""
+        return self._loaded is not None and self._loaded == self._versions()
+
+    def _versions(self) -> list[int]:
+        return [part._version for part in (self.x_train, self.y_train, self.x_test, self.y_test)]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -127,12 +136,15 @@ def names() -> list[str]:
 def load(name: str, data_dir: Where = None, download: bool = True) -> Dataset:
     """A named dataset, with images as float32 in [0, 1]; fetched first where it is missing and `download` allows."""
     if name not in sources.SOURCES and REGISTRY.has(name):
-        made = REGISTRY.find(name)()
-        if not isinstance(made, Dataset):
-            raise SettingError("dataset", name, f"its function returned a {type(made).__name__}; return a fedagg.Dataset")
-        return Dataset(made.x_train, made.y_train, made.x_test, made.y_test, name, made.classes)
-    train, test = sources.read(name, data_dir, download)
-    return Dataset(*train, *test, name=name, classes=sources.SOURCES[name].classes)
+        own = REGISTRY.find(name)()
+        if not isinstance(own, Dataset):
+            raise SettingError("dataset", name, f"its function returned a {type(own).__name__}; return a fedagg.Dataset")
+        made = Dataset(own.x_train, own.y_train, own.x_test, own.y_test, name, own.classes)
+    else:
+        train, test = sources.read(name, data_dir, download)
+        made = Dataset(*train, *test, name=name, classes=sources.SOURCES[name].classes)
+    object.__setattr__(made, "_loaded", made._versions())
+    return made
 
 
 def _kind(key: str, value: Array) -> str:
@@ -141,6 +153,11 @@ def _kind(key: str, value: Array) -> str:
         raise SettingError(
             key, type(value).__name__, "give a torch tensor or a numpy array; np.asarray makes one of lists and tables"
         )
+    if np.ma.is_masked(value):
+        raise SettingError(key, "masked array", "some of its numbers are masked; drop these samples, or give x.filled(...)")
+    if isinstance(value, torch.Tensor) and (value.is_meta or value.layout != torch.strided):
+        form = "meta" if value.is_meta else str(value.layout)[6:]
+        raise SettingError(key, f"{form} tensor", "give a tensor with all its numbers; x.to_dense() makes one of a sparse one")
     if value.dtype in (torch.uint8, np.uint8):
         return "uint8"
     if isinstance(value, torch.Tensor):
@@ -156,7 +173,7 @@ def _kind(key: str, value: Array) -> str:
 
 def _tensor(value: Array, dtype: torch.dtype) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
-        return value.detach().to(dtype)
+        return value.detach().to("cpu", dtype)
     wanted = {torch.float32: np.float32, torch.float64: np.float64, torch.int64: np.int64}[dtype]
     with np.errstate(over="ignore"):  # what overflows becomes infinite and is refused as such
         return torch.from_numpy(np.require(value, wanted, ["C", "W"]))
@@ -168,7 +185,7 @@ def _samples(key: str, value: Array) -> torch.Tensor:
         fix = "; give x.reshape(-1, 1) where a sample is one number" if value.ndim == 1 and len(value) else ""
         raise SettingError(key, tuple(value.shape), f"must have the shape (samples, ...) with none of them 0{fix}")
     if kind == "integers":
-        return _tensor(value, torch.int64)
+        return _whole(key, value)
     x = _tensor(value, torch.float32)
     if kind == "uint8":
         return x.div_(255)  # the conversion has already made a copy
@@ -194,7 +211,15 @@ def _labels(key: str, value: Array) -> torch.Tensor:
         if len(wrong):
             at = int(wrong[0])
             raise SettingError(f"{key}[{at}]", float(whole[at]), "labels must be whole numbers from 0 up: classes, not quantities")
-    return _tensor(value, torch.int64)
+    return _whole(key, value)
+
+
+def _whole(key: str, value: Array) -> torch.Tensor:
+    """Whole numbers; those of 64 bits without a sign may be beyond what int64 holds, and would come out below zero."""
+    made = _tensor(value, torch.int64)
+    if value.dtype in (torch.uint64, np.uint64) and bool((made < 0).any()):
+        raise SettingError(key, str(value.dtype), "holds numbers of 2**63 and more; number tokens anew, from 0 up")
+    return made
 
 
 def _check_range(key: str, y: torch.Tensor, classes: int) -> None:

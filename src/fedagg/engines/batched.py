@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from fedagg.augment import augmented
 from fedagg.engines.base import Engine, Setting, Stepper, class_means, class_sums
 from fedagg.engines.sequential import Sequential
 from fedagg.engines.vmapped import VmappedNetwork
-from fedagg.errors import SettingError
+from fedagg.errors import FedaggWarning, SettingError
 from fedagg.flat import Model, Workspace
 from fedagg.work import Chunk, Client, Job, LocalStep, Memory, State, Work
 
@@ -274,11 +275,12 @@ class Batched:
             ordered = [job for job in ordered if job.client not in taken]
 
     def room(self) -> int:
-        """How many clients fit into half of the free memory: a handful of vectors each, and a batch of activations."""
+        """How many clients fit into what they may take of memory: a handful of vectors each, and a batch of activations. Who trains
+        together decides the order of sums, so what happens to be free has no say: the same seed is to give the same bytes."""
         if self.most == 0:
             s = self.setting
-            each = 4 * (6 * s.layout.d + 4 * s.local.batch_size * activations(s))
-            self.most = max(1, int(free_memory(s.device) / 2 / each))
+            each = 4 * (6 * s.layout.d + 4 * min(s.local.batch_size, len(s.x)) * activations(s))
+            self.most = max(1, allowance(s.device) // each)
         return self.most
 
     def run(self, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> Iterator[Chunk]:
@@ -299,7 +301,9 @@ class Batched:
                 self.stages.clear()
                 torch.cuda.empty_cache()
                 self.chunk = half = -(-len(group) // 2)
-                self.note += f"; memory ran out with {len(group)} clients at once, going on with {half}"
+                words = f"memory ran out with {len(group)} clients at once, going on with {half}"
+                self.note += f"; {words}"
+                warnings.warn(f"{words}, which rounds otherwise: --chunk {half} makes it the same every time", FedaggWarning, 2)
                 waiting = [group[:half], group[half:], *waiting]
                 continue
             yield chunk
@@ -525,12 +529,12 @@ def has_triton() -> bool:
     return True
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes free on the device; 4 GiB where nobody says."""
+def allowance(device: torch.device) -> int:
+    """Bytes that clients may take on a device: half of all that it has, and on a CPU no more than 4 GiB."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        return int(torch.cuda.get_device_properties(device).total_memory) // 2
     try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return min(4 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
     except (AttributeError, ValueError, OSError):
         return 4 << 30
 
