@@ -267,6 +267,7 @@ def killed_at(number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int
         yield count
 
 
+@pytest.mark.filterwarnings("ignore:.*starts from its first round")
 def test_killed_at_every_single_operation_on_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin, kill at operation n, resume, kill that at its n-th operation as well, resume: the end is always the
     same."""

@@ -257,6 +257,7 @@ def test_half_a_line_is_taken_back(tmp_path: Path) -> None:
     assert (tmp_path / "rows").read_text() == "whole\n"
 
 
+@pytest.mark.filterwarnings("ignore:.*starts from its first round")
 @pytest.mark.parametrize("number", [13, 28, 30])
 def test_every_file_that_cannot_be_written_is_one_line_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
