@@ -97,7 +97,8 @@ def test_a_batch_size_beyond_the_data_takes_no_more_room() -> None:
     data = tiny.dataset()
     rooms = {
         Batched(
-            Setting(nn.Linear(6, 3), data.x_train, data.y_train, 3, ClientOptions(1, size), torch.device("cpu")), stacked.StackedNetwork
+            Setting(nn.Linear(6, 3), data.x_train, data.y_train, 3, ClientOptions(1, size), torch.device("cpu")),
+            stacked.StackedNetwork,
         ).room()
         for size in (120, 10**12)
     }
