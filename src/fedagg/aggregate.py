@@ -13,6 +13,7 @@ from torch import Tensor
 from fedagg.errors import unknown
 
 OUTLIER_OCTAVES = 3  # a client that moved over 8 to 16 times the median per step is left out
+FAR = "moved absurdly far"
 STILL = 1e-9  # no length of a step: the client did not move
 
 
@@ -35,7 +36,7 @@ def judge(lengths: Sequence[float], fits: Sequence[bool], yardstick: float = 0.0
             causes.append("not finite")
         else:
             far = drop and octave(length) > middle + OUTLIER_OCTAVES
-            causes.append("moved absurdly far" if far else None)
+            causes.append(FAR if far else None)
     return causes
 
 

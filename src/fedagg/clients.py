@@ -20,6 +20,8 @@ from fedagg.memory import ClientMemory
 from fedagg.quantize import Downlink
 from fedagg.work import Chunk, ClientOptions, Job, Report, Work
 
+SMALL_STEP = 0.01  # of the model's length
+
 
 class NoClients(Exception):
     """Not one valid client came back, or fewer than the quorum: the round leaves the model as it was."""
@@ -94,6 +96,7 @@ class Clients:
     weigh: Callable[[Chunk], Tensor] | None = None  # by sample count if nobody says
     faults: Faults = field(default_factory=Faults)
     robust: str = "mean"
+    drop: bool = True  # leave out clients that moved absurdly far
     trim: float = 0.2
     downlink: Downlink = field(default_factory=Downlink)
     quorum: int = 1  # valid answers that a round needs
@@ -163,7 +166,9 @@ class Clients:
         self.stragglers.update({job.client: job.epochs for job in gathered.jobs if job.epochs < self.epochs})
         self.passes += 1
         lengths = gathered.column("length")
-        causes = judge(lengths, [bool(fit) for fit in gathered.column("fits")], self.yardstick.length)
+        # A step that is small against the model itself is never absurd, however still the others stand.
+        usual = max(self.yardstick.length, SMALL_STEP * float(torch.linalg.vector_norm(model.w)))
+        causes = judge(lengths, [bool(fit) for fit in gathered.column("fits")], usual, self.drop)
         self.left_out.update({j.client: why for j, why in zip(gathered.jobs, causes, strict=True) if why})
         self.reported = dict(zip((job.client for job in gathered.jobs), gathered.column("loss"), strict=True))
         self.bytes_down += len(self.ids) * wire.down(work, model, self.downlink.bits)

@@ -5,6 +5,7 @@ A method's own options are declared in its file. They stand beside the settings 
 
 from __future__ import annotations
 
+import math
 import tomllib
 import warnings
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from fedagg import plugins
 from fedagg.errors import FedaggWarning, SettingError, unknown
 from fedagg.options import Option, declared
+
+LARGEST = 1e12  # its square is within float32
 
 ENGINES = ("auto", "sequential", "batched", "distributed")
 
@@ -76,7 +79,7 @@ class Config(BaseModel):
         0.2, gt=0, le=1, description="share of the clients that takes part in a round, at least one client"
     )
     rounds: int = Field(30, ge=1, description="global rounds, the paper's T")
-    epochs: int = Field(3, ge=1, description="local epochs, the paper's L")
+    epochs: int = Field(3, ge=1, le=10_000, description="local epochs, the paper's L")
     batch_size: int = Field(32, ge=1, description="mini-batch size")
     lr: float = Field(0.01, gt=0, lt=1e6, description="base learning rate; FedAgg only starts from it")
     seed: int = Field(0, ge=0, description="seed of everything: partition, initial weights, participants, batches")
@@ -98,10 +101,13 @@ class Config(BaseModel):
     engine: str = Field("auto", description="where clients run: auto, sequential, batched, distributed")
     device: str = Field("auto", description="auto, cpu, cuda, cuda:0, ...")
     precision: Literal["tf32", "fp32", "bf16"] = Field("tf32", description="arithmetic of matrix products on a GPU")
-    chunk: int = Field(0, ge=0, description="clients trained together; 0 chooses from the free memory")
+    chunk: int = Field(0, ge=0, description="clients trained together; 0 for as many as fit into half of a GPU, or 4 GiB")
     threads: int = Field(0, ge=0, le=4096, description="processor threads; 0 leaves torch's own choice")
 
     robust: str = Field("mean", description="how updates are combined: mean, clip, median, trimmed")
+    outliers: Literal["drop", "keep"] | None = Field(
+        None, description="clients that moved absurdly far against the others (default drop; keep where robust is not mean)"
+    )
     trim: float = Field(0.2, ge=0, lt=0.5, description="share cut off at either end by the trimmed mean")
     dropout_rate: float = Field(0.0, ge=0, le=1, description="simulated faults: share of clients that never answer")
     straggler_rate: float = Field(0.0, ge=0, le=1, description="simulated faults: share that does fewer epochs")
@@ -133,6 +139,15 @@ class Config(BaseModel):
     @classmethod
     def listed(cls, given: Any) -> Any:
         return plugins.named(given)
+
+    @model_validator(mode="before")
+    @classmethod
+    def numbers(cls, given: Any) -> Any:
+        for name, value in given.items() if isinstance(given, dict) else ():
+            field = cls.model_fields.get(name)
+            kinds = () if field is None else get_args(field.annotation) or (field.annotation,)
+            refuse_odd(name, value, kinds)
+        return given
 
     @model_validator(mode="after")
     def sound(self, info: ValidationInfo) -> Config:
@@ -206,6 +221,11 @@ class Config(BaseModel):
         return hash(frozenset(self.flat().items()))
 
     @property
+    def drops_outliers(self) -> bool:
+        """A robust rule sees to them itself."""
+        return self.robust == "mean" if self.outliers is None else self.outliers == "drop"
+
+    @property
     def per_round(self) -> int:
         return max(1, round(self.participation * self.clients))
 
@@ -233,6 +253,14 @@ class Config(BaseModel):
 
 
 SETTINGS = tuple(name for name in Config.model_fields if name != "options")
+
+
+def refuse_odd(name: str, value: object, kinds: tuple[Any, ...]) -> None:
+    """A number must be one that float32 can still work with, and yes or no is none. Infinity means something in one place."""
+    if isinstance(value, bool) and bool not in kinds and (int in kinds or float in kinds):
+        raise SettingError(name, value, "give a number")
+    if isinstance(value, int | float) and float in kinds and not abs(value) < LARGEST and (name, value) != ("sigma", math.inf):
+        raise SettingError(name, value, f"give a number below {LARGEST:g}")
 
 
 def make(settings: Mapping[str, Any], recorded: bool = False, method: type | None = None) -> Config:

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 import fedagg
 from fedagg import algorithms, checkpoint, checks, engines, interrupt, models, partition, record, seeding
+from fedagg.aggregate import FAR
 from fedagg.checkpoint import Checkpoint
 from fedagg.clients import Clients
 from fedagg.config import Config
 from fedagg.data import Dataset, load
 from fedagg.engines.base import Setting, set_precision
 from fedagg.engines.distributed import Team
-from fedagg.errors import FedaggError, SettingError
+from fedagg.errors import FedaggError, FedaggWarning, SettingError
 from fedagg.evaluate import Evaluator
 from fedagg.faults import Faults
 from fedagg.flat import Layout, Model, copied
@@ -73,6 +74,7 @@ class Result:
     seconds: float
     run: Path | None = None
     interrupted: bool = False
+    left_out: dict[str, dict[str, int]] = field(default_factory=dict)  # by cause: in how many rounds each client was
     figures: dict[str, float] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
@@ -93,6 +95,7 @@ class Result:
             "seconds": round(self.seconds, 3),
             "run": str(self.run) if self.run else None,
             **({"interrupted": True} if self.interrupted else {}),
+            **({"left_out": self.left_out} if self.left_out else {}),
             **self.figures,
         }
 
@@ -341,6 +344,10 @@ class Keeper:
         self.book.model(module)
         scored = [row for row in history if "accuracy" in row]
         warn_about(history, scored)
+        left_out = {why: dict(who.most_common()) for why, who in self.book.left_out.items() if why != "dropped out"}
+        asked = simulation.config.corrupt_rate or simulation.config.flip_rate
+        if not asked and not all(row.get("unchanged") for row in history):
+            tell_left_out(left_out, len(history))
         personal = None if self.interrupted else simulation.personal_accuracy()
         result = Result(
             config=simulation.config,
@@ -352,6 +359,7 @@ class Keeper:
             seconds=seconds,
             run=self.book.folder,
             interrupted=self.interrupted,
+            left_out=left_out,
             figures={} if personal is None else {"personal_accuracy": personal},
         )
         self.book.result(result.summary())
@@ -366,6 +374,15 @@ def warn_about(history: list[dict[str, Any]], scored: list[dict[str, Any]]) -> N
         warnings.warn(words, stacklevel=4)
     if scored and not math.isfinite(scored[-1]["loss"]):
         warnings.warn("the loss of the model is not finite: lower lr, or server_lr where the method has one", stacklevel=4)
+
+
+def tell_left_out(left_out: dict[str, dict[str, int]], rounds: int) -> None:
+    """Who never counted is to be known: it may be honest, and unlike the others."""
+    for why, who in left_out.items():
+        named = ", ".join(f"{client} in {count}" for client, count in list(who.items())[:5])
+        more = f" and {len(who) - 5} more" if len(who) > 5 else ""
+        fix = "; outliers = keep lets them count" if why == FAR else ""
+        warnings.warn(f"left out ({why}) of {rounds} rounds: client {named}{more}{fix}", FedaggWarning, stacklevel=4)
 
 
 def seen_data(config: Config, data: Dataset, parts: Sequence[Any] | None) -> Dataset:

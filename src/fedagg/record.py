@@ -9,6 +9,7 @@ import platform
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -37,6 +38,7 @@ class Record:
     def __init__(self, folder: Path | None, config: Config, environment: dict[str, Any]) -> None:
         self.folder, self.config = folder, config
         self.history: list[dict[str, Any]] = []
+        self.left_out: dict[str, Counter[str]] = {}  # by cause: in how many rounds each client was
         self.resumed: Checkpoint | None = None
         self.claim: files.Claim | None = None
         self.new = folder is not None
@@ -91,7 +93,12 @@ class Record:
         for name in ("metrics.jsonl", "clients.jsonl"):
             path, keep = folder / name, facts.get(name, 0)
             if path.exists() and path.stat().st_size >= keep:
-                self.history = cut(path, keep, done) if name == "metrics.jsonl" else self.history
+                rows = cut(path, keep, done)
+                if name == "metrics.jsonl":
+                    self.history = rows
+                else:
+                    for row in rows:
+                        self.count(row)
                 os.truncate(path, keep)
             elif keep:
                 raise FedaggError(f"{path}: shorter than its checkpoint says; start the run again in a new folder")
@@ -140,11 +147,16 @@ class Record:
 
     def round(self, row: dict[str, Any], clients: dict[str, Any]) -> None:
         self.history.append(row)
+        self.count(clients)
         if self.folder is not None:
             # JSON has no infinity, which a loss may be: null stands for it.
             told = {name: value if not isinstance(value, float) or math.isfinite(value) else None for name, value in row.items()}
             files.append(self.folder / "metrics.jsonl", json.dumps(told, allow_nan=False))
             files.append(self.folder / "clients.jsonl", json.dumps(clients))
+
+    def count(self, clients: dict[str, Any]) -> None:
+        for client, cause in clients["left_out"].items():
+            self.left_out.setdefault(cause, Counter())[client] += 1
 
     def checkpoint(self, now: Checkpoint) -> None:
         """The record is seen onto the disk first: a checkpoint never speaks of lines that a power cut could still

@@ -65,6 +65,7 @@ class Server:
             remember=self.algorithm.remember,
             weigh=self.algorithm.weigh,
             robust=self.config.robust,
+            drop=self.config.drops_outliers,
             trim=self.config.trim,
             downlink=self.downlink,
             yardstick=self.yardstick,

@@ -12,7 +12,8 @@ import pytest
 
 import fedagg
 from fedagg.cli import main
-from fedagg.config import read
+from fedagg.config import make, read
+from fedagg.errors import SettingError
 
 QUICK = ["--rounds", "1", "--clients", "4", "--participation", "0.5", "--quiet"]
 
@@ -74,3 +75,40 @@ def test_memory_that_runs_out_in_a_run_that_has_begun_names_what_may_change(
         with pytest.raises(fedagg.errors.FedaggError, match=r"lower --chunk, --batch-size or --participation, or the model$"):
             fedagg.run(out=tmp_path / "other", **settings)
     fedagg.run(resume=tmp_path / "run", **settings | {"rounds": 2, "client_memory": "disk", "chunk": 1})
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e300, -float("inf"), 1e12])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        *(("weight_decay", "fedavg"), ("clip", "fedavg"), ("lr", "fedavg"), ("mu", "fedprox"), ("dyn_alpha", "feddyn")),
+        *(("server_lr", "fedadam"), ("tau", "fedadam"), ("global_lr", "scaffold"), ("exp_eps", "fedexp"), ("head_lr", "fedgh")),
+    ],
+)
+def test_numbers_beyond_all_bounds(name: str, method: str, value: float) -> None:
+    with pytest.raises(SettingError, match=f"^{name} = "):
+        make({"algorithm": method, name: value})
+
+
+def test_infinity_where_it_means_something() -> None:
+    assert make({"partition": "dirichlet", "sigma": float("inf")}).sigma == float("inf")
+
+
+@pytest.mark.parametrize(("name", "method"), [("rounds", "fedavg"), ("lr", "fedavg"), ("dropout", "fedavg"), ("mu", "fedprox")])
+def test_yes_is_no_number(tmp_path: Path, name: str, method: str) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text(f"{name} = true\nalgorithm = '{method}'\n")
+    with pytest.raises(SettingError, match=f"{name} = True: give a number"):
+        make(read(path))
+    assert make({"normalize": True}).normalize
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched"])
+def test_a_large_number_is_one_line_or_a_run(engine: str) -> None:
+    quick: dict[str, Any] = {"clients": 4, "participation": 0.5, "rounds": 1, "device": "cpu", "engine": engine}
+    with pytest.warns(UserWarning, match="not one client was valid"):
+        fedagg.run(algorithm="fedprox", mu=1e11, **quick)
+
+
+def test_more_epochs_than_anybody_makes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "epochs = 1000000000000" in complaint(capsys, "run", "--epochs", "1000000000000")
