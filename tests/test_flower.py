@@ -259,6 +259,7 @@ def test_honest_nodes_are_not_left_out(changes):
     assert [row["left_out"] for row in strategy.book.history] == [0] * strategy.done
 
 
+@pytest.mark.filterwarnings("ignore:left out")
 def test_training_that_blows_up_is_judged_as_in_the_simulator():
     """Its losses and rates are no numbers, and FedAgg is to know of it."""
     options = {"algorithm": "fedagg", "participation": 1.0, "lr": 1e3}

@@ -344,7 +344,7 @@ class Keeper:
         self.book.model(module)
         scored = [row for row in history if "accuracy" in row]
         warn_about(history, scored)
-        left_out = {why: dict(who.most_common()) for why, who in self.book.left_out.items() if why != "dropped out"}
+        left_out = self.book.unheard()
         asked = simulation.config.corrupt_rate or simulation.config.flip_rate
         if not asked and not all(row.get("unchanged") for row in history):
             tell_left_out(left_out, len(history))

@@ -158,6 +158,10 @@ class Record:
         for client, cause in clients["left_out"].items():
             self.left_out.setdefault(cause, Counter())[client] += 1
 
+    def unheard(self) -> dict[str, dict[str, int]]:
+        """By cause, the clients that answered and were left out, those of most rounds first."""
+        return {why: dict(who.most_common()) for why, who in self.left_out.items() if why != "dropped out"}
+
     def checkpoint(self, now: Checkpoint) -> None:
         """The record is seen onto the disk first: a checkpoint never speaks of lines that a power cut could still
         take."""

@@ -172,10 +172,10 @@ class FedAggStrategy(Strategy):
         form = repr((self.layout.parameters, self.layout.buffers))
         self.identity = {"model": hashlib.blake2b(form.encode(), digest_size=16).hexdigest(), "privacy": repr(privacy)}
         folder = Path(out) if out is not None else None
+        environment = record.environment(torch.device("cpu"), Remote.note, fedagg.__version__)
         if folder is not None and (folder / "config.toml").exists():
-            self.book = record.Record.resume(folder, config, self.identity)
+            self.book = record.Record.resume(folder, config, self.identity, environment)
         else:
-            environment = record.environment(torch.device("cpu"), Remote.note, fedagg.__version__)
             self.book = record.Record(folder, config, environment)
         if self.book.resumed is not None:
             self.restore(self.book.resumed)
@@ -295,6 +295,7 @@ class FedAggStrategy(Strategy):
         last = {key: scored[-1][key] for key in ("accuracy", "loss")} if scored else {}
         best = {"best_accuracy": max(row["accuracy"] for row in scored)} if scored else {}
         facts = {"algorithm": self.config.algorithm, "seed": self.config.seed, "rounds": self.done}
+        facts |= {"left_out": left_out} if (left_out := self.book.unheard()) else {}
         self.book.result(facts | last | best | {"seconds": round(self.seconds, 3)})
 
     # The parts of a round.
