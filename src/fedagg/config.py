@@ -19,7 +19,7 @@ from fedagg import plugins
 from fedagg.errors import FedaggWarning, SettingError, unknown
 from fedagg.options import Option, declared
 
-LARGEST = 1e12  # its square is within float32
+LARGEST = 3.4e38  # that float32 holds
 
 ENGINES = ("auto", "sequential", "batched", "distributed")
 

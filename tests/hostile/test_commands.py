@@ -77,7 +77,7 @@ def test_memory_that_runs_out_in_a_run_that_has_begun_names_what_may_change(
     fedagg.run(resume=tmp_path / "run", **settings | {"rounds": 2, "client_memory": "disk", "chunk": 1})
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e300, -float("inf"), 1e12])
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e300, -float("inf"), 1e39])
 @pytest.mark.parametrize(
     ("name", "method"),
     [
@@ -107,7 +107,7 @@ def test_yes_is_no_number(tmp_path: Path, name: str, method: str) -> None:
 def test_a_large_number_is_one_line_or_a_run(engine: str) -> None:
     quick: dict[str, Any] = {"clients": 4, "participation": 0.5, "rounds": 1, "device": "cpu", "engine": engine}
     with pytest.warns(UserWarning, match="not one client was valid"):
-        fedagg.run(algorithm="fedprox", mu=1e11, **quick)
+        fedagg.run(algorithm="fedprox", mu=1e38, **quick)
 
 
 def test_more_epochs_than_anybody_makes(capsys: pytest.CaptureFixture[str]) -> None:
