@@ -8,7 +8,6 @@ the device, and a round is nothing but replays.
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 import warnings
@@ -26,7 +25,7 @@ from fedagg.engines.base import Engine, Setting, Stepper, class_means, class_sum
 from fedagg.engines.sequential import Sequential
 from fedagg.engines.vmapped import VmappedNetwork
 from fedagg.errors import FedaggWarning, SettingError
-from fedagg.flat import Model, Workspace
+from fedagg.flat import Model, Workspace, copied
 from fedagg.work import Chunk, Client, Job, LocalStep, Memory, State, Work
 
 WITHIN = 1e-2  # relative: rounding is below, and what a function does differently is above
@@ -483,10 +482,12 @@ class Batched:
 
 def without_dropout(module: nn.Module) -> nn.Module:
     """A copy that draws nothing, so that two ways of training it can be compared."""
-    module = copy.deepcopy(module)
+    module = copied(module)
     for part in module.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd):
             part.p = 0.0
+        elif isinstance(part, nn.RNNBase | nn.MultiheadAttention):
+            part.dropout = 0.0
     return module
 
 

@@ -15,15 +15,13 @@ from torch import Tensor, nn
 
 from fedagg import seeding
 from fedagg.engines.base import Setting
-from fedagg.engines.batched import Network, seeded
+from fedagg.engines.batched import NUDGE, WITHIN, Network, seeded, without_dropout
 from fedagg.engines.graph import hooked, traced
 from fedagg.errors import SettingError, first_line
 from fedagg.flat import Model, Workspace, copied
 from fedagg.work import Loss, cross_entropy
 
 MOST = 8  # samples
-WITHIN = 1e-2  # relative: rounding is below, and what a module does differently is above
-NUDGE = 1e-6  # in a deep network it is not: what so small a change of the weights does is rounding as well
 
 
 class Trial:
@@ -46,7 +44,7 @@ class Trial:
             before, elsewhere = self.drawn(), drawn_elsewhere()
             self.first(0, self.size)
             self.draws = not torch.equal(before, self.drawn())
-            silence(module)
+            module = self.setting.module = without_dropout(module)
             self.setting.graph = traced(module, setting.x.dim() - 1)
             before = self.drawn()
             self.expected = {at: self.first(*at) for at in ((0, self.size), (1, self.size), (1, self.fewer))}
@@ -138,15 +136,6 @@ def separate(loss: Loss, output: Tensor, y: Tensor) -> bool:
         if not torch.allclose(whole, torch.cat(parts), rtol=1e-4, atol=1e-6, equal_nan=True):
             return False
     return True
-
-
-def silence(module: nn.Module) -> None:
-    """No layer draws any more, where it is one of torch's."""
-    for part in module.modules():
-        if isinstance(part, nn.modules.dropout._DropoutNd):
-            part.p = 0.0
-        elif isinstance(part, nn.RNNBase | nn.MultiheadAttention):
-            part.dropout = 0.0
 
 
 def numbers(module: nn.Module) -> dict[tuple[str, str], Any]:
