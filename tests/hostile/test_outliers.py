@@ -109,7 +109,16 @@ class Given:
         n = len(jobs)
         delta = torch.tensor(self.updates)[:, None].expand(n, 3).contiguous()
         one = torch.ones(n)
-        yield Chunk(jobs=jobs, delta=delta, buffers=torch.zeros(n, 0), loss=one, first=one, rates=one[:, None], steps=one.long())
+        yield Chunk(
+            start=model.w,
+            jobs=jobs,
+            delta=delta,
+            buffers=torch.zeros(n, 0),
+            loss=one,
+            first=one,
+            rates=one[:, None],
+            steps=one.long(),
+        )
 
 
 @pytest.mark.parametrize(("robust", "expected"), [("trimmed", 1.5), ("median", 1.5)])
