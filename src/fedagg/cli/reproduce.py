@@ -77,6 +77,7 @@ def reproduce(
         for spec, patterns in chosen(what, words(rows))
     ]
     store = Store(results)
+    store.take_over()
     status = 0
     if not show:
         files.folder(results / ".partial", "results")
