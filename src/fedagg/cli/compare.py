@@ -23,6 +23,7 @@ from fedagg.config import Config, make, read, resolve_each
 from fedagg.data import Dataset
 from fedagg.errors import SettingError
 from fedagg.federation import Result, build_model
+from fedagg.formats import check_run
 
 NUMBERS = {"accuracy", "best_accuracy", "loss", "seconds"}  # what a result says of a finished run
 
@@ -81,6 +82,7 @@ def same(folder: Path, config: Config) -> None:
     """Refuse a folder that holds another run of the method. Where it runs may change, as with `--resume`; its rounds may not."""
     if not (folder / config.method / "config.toml").exists():
         return
+    check_run(folder / config.method)
     before, now = make(read(folder / config.method / "config.toml"), recorded=True).flat(), config.flat()
     free = record.MAY_CHANGE - {"rounds"}
     differs = ", ".join(f"{k} {before.get(k)!r}" for k in before | now if before.get(k) != now.get(k) and k not in free)
