@@ -12,7 +12,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.run: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing fedagg into $(VENV) (once)"
-	$(PIP) install -c constraints.txt -e .
+	$(PIP) install -c constraints.txt -e '.[analysis]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
