@@ -12,6 +12,8 @@ from torch.nn import functional
 
 from fedagg.bench.task import Task
 
+NEEDS, PACKAGE = ("pfl",), "pfl"
+
 
 class Scored(nn.Module):
     """A module as pfl-research wants it: with its loss, and metrics for the evaluation in the first iteration."""

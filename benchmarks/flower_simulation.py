@@ -13,6 +13,8 @@ from torch.nn import functional
 
 from fedagg.bench.task import Task
 
+NEEDS, PACKAGE = ("flwr", "ray"), "flwr"
+
 
 def run(task: Task, tick: Callable[[], None]) -> None:
     from flwr.app import ArrayRecord
