@@ -317,7 +317,7 @@ def killed_at(number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int
 def test_killed_at_every_single_operation_on_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin, kill at operation n, resume, kill that at its n-th operation as well, resume: the end is always the
     same."""
-    settings = {"algorithm": "feddyn", "checkpoint_every": 1, "rounds": 4, "epochs": 1}
+    settings = {"algorithm": "feddyn", "checkpoint_every": 1, "rounds": 3, "epochs": 1}
     tiny.job(out=tmp_path / "whole", **settings)
     number, kills = 0, 0
     while True:
