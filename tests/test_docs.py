@@ -160,7 +160,7 @@ def test_the_version_is_the_same_everywhere() -> None:
     cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
     assert cited is not None
     assert cited[1] == __version__
-    assert f"## [{fedagg.__version__}] - " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"## [{__version__}] - " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def test_every_page_is_in_the_navigation() -> None:
