@@ -314,6 +314,7 @@ def killed_at(number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int
         yield count
 
 
+@pytest.mark.slow
 def test_killed_at_every_single_operation_on_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin, kill at operation n, resume, kill that at its n-th operation as well, resume: the end is always the
     same."""
@@ -437,6 +438,7 @@ def test_a_folder_in_use_is_refused_and_given_free_at_the_end(tmp_path: Path) ->
         assert len(os.listdir("/proc/self/fd")) <= before
 
 
+@pytest.mark.slow
 def test_large_checkpoints_are_written_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round takes 20 s here and a checkpoint 10: the first comes after 60 s, the next when 200 more have passed."""
     now, written = 0.0, []

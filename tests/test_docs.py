@@ -83,6 +83,7 @@ def runs(arguments: list[str]) -> int:
     return int(ended.value.code or 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if has_work(page)], ids=lambda page: page.name)
 @pytest.mark.usefixtures("scratch")
 def test_examples_run(page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

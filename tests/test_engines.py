@@ -305,7 +305,10 @@ def test_padding_moves_nothing() -> None:
     assert torch.equal(alone["delta"][0], beside["delta"][2])
 
 
-WITH_A_BODY = [(name, "lenet5", "dirichlet-class", 2) for name in sorted(REGISTRY)] + [("fedgh", "lenet5", "iid", 2)]
+WITH_A_BODY = [
+    pytest.param(name, "lenet5", split, 2, marks=pytest.mark.slow)
+    for name, split in [*((name, "dirichlet-class") for name in sorted(REGISTRY)), ("fedgh", "iid")]
+]
 LINEAR = [(name, "linear", split, 3) for name in sorted(REGISTRY.keys() - {"fedbabu"}) for split in ("iid", "dirichlet-class")]
 
 
@@ -329,6 +332,7 @@ def test_whole_runs_agree(algorithm: str, model: str, split: str, rounds: int) -
     assert any(apart(seed) < 1e-5 for seed in range(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["resnet18", "googlenet", "densenet121"])
 def test_deep_branches_agree(model: str) -> None:
     """One step: with a handful of samples, single units of ReLU that fall to the other side of zero move the gradient by a percent,
@@ -340,6 +344,7 @@ def test_deep_branches_agree(model: str) -> None:
     assert_same(list(choose.batched(setting, fedagg.Config()).run(start, work, jobs, None)), expected, 0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["mnist-cnn", "vgg11"])
 def test_larger_models_agree(model: str) -> None:
     shape = (1, 28, 28) if model == "mnist-cnn" else (3, 32, 32)
@@ -350,6 +355,7 @@ def test_larger_models_agree(model: str) -> None:
     assert_same(list(choose.batched(setting, fedagg.Config()).run(start, work, jobs, None)), expected, 1e-3)
 
 
+@pytest.mark.slow
 def test_every_architecture_is_written_out() -> None:
     """But for group normalisation, which goes through vmap."""
     for model in ("linear", "mnist-cnn", "cifar10-cnn", "lenet5", "alexnet", "vgg11", "resnet18", "googlenet", "densenet121"):
@@ -519,6 +525,7 @@ def test_distributed_needs_torchrun() -> None:
         fedagg.run(engine="distributed", rounds=1)
 
 
+@pytest.mark.slow
 def test_a_million_clients_can_be_dealt_and_sampled() -> None:
     labels = np.zeros(3_000_000, dtype=np.int64)
     parts = partition.iid(labels, 1_000_000, seed=0)
@@ -604,6 +611,7 @@ class Drawn(nn.Module):
 STEPS = st.tuples(st.sampled_from(["conv", "point", "norm", "relu", "pool", "add", "cat"]), st.integers(0, 9), st.integers(0, 9))
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(steps=st.lists(STEPS, min_size=1, max_size=9))
 def test_any_network_of_these_layers_has_autograds_gradients(steps: list[tuple[str, int, int]]) -> None:

@@ -77,7 +77,13 @@ def test_a_method_that_needs_a_body_refuses_a_network_without() -> None:
         run("fedbabu", "linear")
 
 
-@pytest.mark.parametrize(("algorithm", "settings", "name"), METHODS + [(method, {}, name) for name, method in NETWORKS.items()])
+@pytest.mark.parametrize(
+    ("algorithm", "settings", "name"),
+    [
+        *METHODS,
+        *(pytest.param(method, {}, name, marks=[pytest.mark.slow] if name in BIG else []) for name, method in NETWORKS.items()),
+    ],
+)
 def test_trains(algorithm: str, settings: dict[str, Any], name: str) -> None:
     result = run(algorithm, name, **settings)
     module = built(name, (3, 32, 32) if name in COLOUR else (1, 28, 28))

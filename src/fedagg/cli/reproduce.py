@@ -79,7 +79,6 @@ def reproduce(
     if not quiet and any(spec.kind != "table" for spec in specs):
         plots.ready()
     store = Store(results)
-    store.take_over()
     status = 0
     if not show:
         files.folder(results / ".partial", "results")

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.known: dict[Path, tuple[object, dict[str, Any]]] = {}  # the state of a file when it was read, and its cells
+        self.take_over()
 
     def path(self, config: Config) -> Path:
         return self.folder / f"{config.dataset}_{config.model}.jsonl"
@@ -105,6 +107,15 @@ class Store:
         except (OSError, UnicodeDecodeError) as error:
             raise FedaggError(f"{path}: cannot be read ({first_line(error)})") from None
         return self.known[path][1]
+
+    def files(self) -> list[Path]:
+        """Those that hold results; a run folder's have no underscore in their names."""
+        return sorted(self.folder.glob("*_*.jsonl"))
+
+    def all(self) -> Iterator[Measured]:
+        for path in self.files():
+            for name, cell in sorted(self.cells(path).items()):
+                yield measured(path, name, cell)
 
     def forget(self, config: Config) -> None:
         shutil.rmtree(self.partial(config), ignore_errors=True)
