@@ -15,10 +15,9 @@ if not torch.cuda.is_available():
 
 # Whole commands, processes, pages, pictures and long searches: as files `make quick` leaves them out.
 SLOW = {
-    *("test_bench.py", "test_bounds_run.py", "test_cli_partition.py", "test_extras.py", "test_flower.py", "test_flower_cli.py"),
-    *("test_flower_privacy.py", "test_flower_processes.py", "test_flower_ray.py", "test_fuzz.py", "test_long_haul.py"),
-    *("test_real_data.py", "test_report.py", "test_report_browser.py", "test_reproduce.py", "test_resume.py", "test_tools.py"),
-    *("test_trackers.py",),
+    f"test_{name}.py"
+    for name in """bench bounds_run cli_partition extras flower flower_cli flower_privacy flower_processes flower_ray fused fuzz long_haul
+    models real_data report report_browser reproduce resume tools trackers""".split()
 }
 
 
