@@ -16,8 +16,28 @@ if not torch.cuda.is_available():
 # Whole commands, processes, pages, pictures and long searches: as files `make quick` leaves them out.
 SLOW = {
     f"test_{name}.py"
-    for name in """bench bounds_run cli_partition extras flower flower_cli flower_privacy flower_processes flower_ray fused fuzz long_haul
-    models real_data report report_browser reproduce resume tools trackers""".split()
+    for name in [
+        "bench",
+        "bounds_run",
+        "cli_partition",
+        "extras",
+        "flower",
+        "flower_cli",
+        "flower_privacy",
+        "flower_processes",
+        "flower_ray",
+        "fused",
+        "fuzz",
+        "long_haul",
+        "models",
+        "real_data",
+        "report",
+        "report_browser",
+        "reproduce",
+        "resume",
+        "tools",
+        "trackers",
+    ]
 }
 
 
