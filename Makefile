@@ -1,10 +1,10 @@
-# Two commands: `make demo` and `make test`. Both make .venv themselves; a second call is quick.
+# Two commands: `make demo` and `make test`. Both make .venv themselves; a second call is quick. `make quick` is for those who change code.
 PYTHON ?= python3
 VENV := .venv
 PIP := $(VENV)/bin/pip --disable-pip-version-check -q
 FEDAGG := $(VENV)/bin/fedagg
 
-.PHONY: demo test docs lint bench clean
+.PHONY: demo test quick docs lint bench clean
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "fedagg needs Python 3.11 or newer: make demo PYTHON=python3.12"; exit 2; }
@@ -12,7 +12,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.run: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing fedagg into $(VENV) (once)"
-	$(PIP) install -c constraints.txt -e .
+	$(PIP) install -c constraints.txt -e '.[analysis]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
@@ -26,9 +26,12 @@ demo: $(VENV)/.run
 test: $(VENV)/.dev lint
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+quick: $(VENV)/.dev lint
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+
 lint: $(VENV)/.dev
-	$(VENV)/bin/ruff check src tests tools
-	$(VENV)/bin/ruff format --check src tests tools
+	$(VENV)/bin/ruff check src tests tools benchmarks
+	$(VENV)/bin/ruff format --check src tests tools benchmarks
 	$(VENV)/bin/mypy
 
 docs: $(VENV)/.dev

@@ -4,6 +4,7 @@ And a shell that starts the tests in the background has them ignore Ctrl-C, whic
 import os
 import signal
 
+import pytest
 import torch
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -11,3 +12,36 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Whole commands, processes, pages, pictures and long searches: as files `make quick` leaves them out.
+SLOW = {
+    f"test_{name}.py"
+    for name in [
+        "bench",
+        "bounds_run",
+        "cli_partition",
+        "extras",
+        "flower",
+        "flower_cli",
+        "flower_privacy",
+        "flower_processes",
+        "flower_ray",
+        "fused",
+        "fuzz",
+        "long_haul",
+        "models",
+        "real_data",
+        "report",
+        "report_browser",
+        "reproduce",
+        "resume",
+        "tools",
+        "trackers",
+    ]
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.name in SLOW:
+            item.add_marker("slow")

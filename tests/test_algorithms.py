@@ -615,6 +615,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, algorithm: str, **settings: Any) ->
     return seen
 
 
+@pytest.mark.slow
 def test_methods_in_a_comparison_share_weights_participants_and_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     reference = watched(monkeypatch, "fedavg", seed=4)
     assert reference[0][1] != reference[1][1]
@@ -794,6 +795,7 @@ def test_who_stops_after_one_epoch_is_as_bounded_as_the_others(tmp_path: Path) -
     assert rates[4] == min(rates.values()) < max(rates.values())
 
 
+@pytest.mark.slow
 def test_how_long_a_rehearsal_is_makes_no_difference_to_the_rounds_before_its_end(tmp_path: Path) -> None:
     """So that a run can be given more rounds later."""
     given: dict[str, Any] = {"variant": "paper", "estimator": "pretrain", "passes": 3, "tolerance": 1e-9, "downlink_bits": 3}

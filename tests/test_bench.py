@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,45 @@ import pytest
 import torch
 
 from fedagg.bench import measure, ours, peak, plain, table, worker
-from fedagg.bench.rivals import RIVALS
+from fedagg.bench.rivals import find
 from fedagg.bench.task import Task
 from fedagg.errors import SettingError
 
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+LOOP = """'''Mine.
+
+More words.'''
+import torch
+
+def run(task, tick):
+    model = task.module()
+    for t in range(task.rounds + 1):
+        for client in task.participants(t):
+            model(task.client(client)[0])
+        tick()
+    return f"done by {__name__}"
+"""
 TINY = Task(clients=6, participation=0.5, rounds=2, samples=40, epochs=1)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Each rival's process takes as many threads as the tests have, and not all there are: others run beside them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "INHERITED", ())
+        yield
+
+
 @pytest.fixture(scope="module")
-def result() -> dict[str, Any]:
-    return measure.bench(TINY, ["plain", "sequential", "batched"], passes=1)
+def result(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    own = tmp_path_factory.mktemp("rivals") / "my_loop.py"
+    own.write_text(LOOP)
+    return measure.bench(TINY, ["plain", "batched", str(own)], passes=1)
 
 
 def test_every_rival_is_timed(result: dict[str, Any]) -> None:
     rows = {row["rival"]: row for row in result["rows"]}
-    assert list(rows) == ["plain", "sequential", "batched"]
+    assert list(rows) == ["plain", "batched", "my_loop"]
     for row in rows.values():
         assert row["failure"] is None
         assert len(row["seconds"]) == TINY.rounds
@@ -103,15 +128,38 @@ def test_the_page_and_the_numbers_are_kept(result: dict[str, Any], tmp_path: Pat
     assert f"{result['rows'][2]['ratio']:.2f}" in text
 
 
-def test_what_cannot_run_is_said_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_of_ones_own_takes_part(result: dict[str, Any]) -> None:
+    row = result["rows"][2]
+    assert (row["rival"], row["about"], row["note"]) == ("my_loop", "Mine.", "done by my_loop")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [(None, "no such file"), ("x = 1", "no attribute 'run'"), ("import nonesuch", "No module")]
+)
+def test_a_file_that_is_no_rival(tmp_path: Path, text: str | None, said: str) -> None:
+    rival = tmp_path / "my_loop.py"
+    if text is not None:
+        rival.write_text(text)
+    with pytest.raises(SettingError, match=said):
+        measure.bench(TINY, [str(rival)], passes=1)
+
+
+@pytest.mark.parametrize("name", ["flower_simulation", "pfl_research"])
+def test_the_rivals_of_the_published_tables_are_found(name: str) -> None:
+    found = find(str(BENCHMARKS / f"{name}.py"))
+    assert found.needs[0] == found.package
+
+
+def test_what_cannot_run_is_said_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def launch(rival: str, task: Task) -> dict[str, Any]:
         if rival in ("batched", "peak"):
             raise measure.Failed("it broke")
         return {"seconds": [2.0, 4.0, 3.0], "first": 10.0, "memory": 5, "device_memory": None, "note": None}
 
     monkeypatch.setattr(measure, "launch", launch)
-    monkeypatch.setattr("fedagg.bench.rivals.util.find_spec", lambda name: None)
-    found = measure.bench(TINY, ["plain", "batched", "flower"], passes=2)
+    rival = tmp_path / "elsewhere.py"
+    rival.write_text("NEEDS = ('nonesuch',)\ndef run(task, tick): ...\n")
+    found = measure.bench(TINY, ["plain", "batched", str(rival)], passes=2)
     assert [row["failure"] for row in found["rows"]] == [None, "it broke", "not installed"]
     assert (found["rows"][0]["median"], found["rows"][0]["startup"]) == (3.0, 7.0)
     assert len(found["rows"][0]["seconds"]) == 6
@@ -125,8 +173,8 @@ def test_a_worker_that_dies_says_why() -> None:
 
 
 def test_names_are_checked() -> None:
-    with pytest.raises(SettingError, match="did you mean 'flower'"):
-        measure.bench(TINY, ["flowr"])
+    with pytest.raises(SettingError, match="did you mean 'batched'"):
+        measure.bench(TINY, ["batch"])
 
 
 def test_the_command_prints_one_object(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,4 +188,3 @@ def test_the_command_prints_one_object(monkeypatch: pytest.MonkeyPatch, capsys: 
     printed = json.loads(capsys.readouterr().out)
     assert printed["task"]["model"] == "mnist-cnn"
     assert [row["rival"] for row in printed["rows"]] == ["plain", "auto"]
-    assert set(RIVALS) == {"plain", "sequential", "batched", "auto", "flower", "pfl"}

@@ -23,8 +23,9 @@ import torch
 from safetensors.torch import save as save_tensors
 
 import tiny
-from fedagg import checkpoint, files, interrupt, record
+from fedagg import checkpoint, files, formats, interrupt, record, runs
 from fedagg.checkpoint import Checkpoint
+from fedagg.cli import main
 from fedagg.engines.sequential import Sequential
 from fedagg.errors import FedaggError, FedaggWarning, SettingError
 from fedagg.memory import ClientMemory
@@ -61,6 +62,52 @@ def test_more_than_a_million_rounds_are_in_order(tmp_path: Path) -> None:
     found = checkpoint.latest(tmp_path)
     assert found is not None
     assert found.round == 1_000_001
+
+
+def test_a_checkpoint_of_a_newer_version_is_refused_and_kept(tmp_path: Path) -> None:
+    for done in (1, 2):
+        checkpoint.save(tmp_path, made(done))
+    newest = tmp_path / "round-000002.json"
+    facts = json.loads(newest.read_text())
+    assert facts["format"] == formats.FORMAT == 1
+    newest.write_text(json.dumps({**facts, "format": 2, "self": "made in another way"}))
+    before = names(tmp_path)
+    with pytest.raises(FedaggError, match=r"round-000002.json: has format 2, and this version of fedagg reads up to 1"):
+        checkpoint.latest(tmp_path)
+    assert names(tmp_path) == before
+
+
+def test_a_checkpoint_without_a_number_is_of_format_1(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, made(1))
+    facts = json.loads((tmp_path / "round-000001.json").read_text())
+    old = {name: value for name, value in facts.items() if name not in ("format", "self")}
+    (tmp_path / "round-000001.json").write_text(json.dumps({**old, "self": checkpoint.seal(old)}))
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    assert found.round == 1
+
+
+def test_a_run_folder_of_a_newer_version_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    tiny.job(rounds=1, out=folder)
+    assert runs.load(folder).environment["format"] == 1
+    environment = json.loads((folder / "environment.json").read_text())
+    (folder / "environment.json").write_text(json.dumps({**environment, "format": 2}))
+    with open(folder / "config.toml", "a", encoding="utf-8") as config:
+        config.write("unheard_of = 1\n")  # what a newer version may well have
+    with pytest.raises(FedaggError, match="has format 2"):
+        runs.load(folder)
+    with pytest.raises(FedaggError, match="has format 2"):
+        tiny.job(rounds=2, resume=folder)
+    with pytest.raises(SystemExit) as stop:
+        main(["run", "--resume", str(folder)])
+    assert stop.value.code == 2
+    assert "has format 2" in capsys.readouterr().err
+    del environment["format"]  # as before there were numbers
+    (folder / "environment.json").write_text(json.dumps(environment))
+    text = (folder / "config.toml").read_text().replace("unheard_of = 1\n", "")
+    (folder / "config.toml").write_text(text)
+    assert len(tiny.job(rounds=2, resume=folder).history) == 2
 
 
 def test_tensors_that_share_memory_are_saved(tmp_path: Path) -> None:
@@ -267,11 +314,12 @@ def killed_at(number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int
         yield count
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*starts from its first round")
 def test_killed_at_every_single_operation_on_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin, kill at operation n, resume, kill that at its n-th operation as well, resume: the end is always the
     same."""
-    settings = {"algorithm": "feddyn", "checkpoint_every": 1, "rounds": 4, "epochs": 1}
+    settings = {"algorithm": "feddyn", "checkpoint_every": 1, "rounds": 3, "epochs": 1}
     tiny.job(out=tmp_path / "whole", **settings)
     number, kills = 0, 0
     while True:
@@ -391,6 +439,7 @@ def test_a_folder_in_use_is_refused_and_given_free_at_the_end(tmp_path: Path) ->
         assert len(os.listdir("/proc/self/fd")) <= before
 
 
+@pytest.mark.slow
 def test_large_checkpoints_are_written_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round takes 20 s here and a checkpoint 10: the first comes after 60 s, the next when 200 more have passed."""
     now, written = 0.0, []

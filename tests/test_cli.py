@@ -51,6 +51,7 @@ def test_run_prints_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert {"config.toml", "metrics.jsonl", "clients.jsonl", "model.safetensors", "environment.json"} <= files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_a_terminal_without_greek_letters(encoding: str) -> None:
     command = [sys.executable, "-m", "fedagg", "list"]
@@ -398,6 +399,7 @@ def test_a_misspelt_command_and_the_version(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out.strip() == fedagg.__version__
 
 
+@pytest.mark.slow
 def test_stopped_means_stopped() -> None:
     """A thread in the middle of a client does not keep the process."""
     busy = "import time; from concurrent.futures import ThreadPoolExecutor; ThreadPoolExecutor().submit(time.sleep, 600)"

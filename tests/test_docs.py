@@ -21,7 +21,7 @@ import click
 import pytest
 import typer
 
-from fedagg import data, models, partition, trackers
+from fedagg import __version__, data, models, partition, trackers
 from fedagg.algorithms import REGISTRY, fedagg
 from fedagg.cli import app, main
 from fedagg.config import SETTINGS
@@ -83,6 +83,7 @@ def runs(arguments: list[str]) -> int:
     return int(ended.value.code or 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if has_work(page)], ids=lambda page: page.name)
 @pytest.mark.usefixtures("scratch")
 def test_examples_run(page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,6 +154,14 @@ def test_every_constant_of_fedagg_is_explained() -> None:
     told = dict(re.findall(r"^\| `([A-Z_]+)` \| `([^`]+)` \|", page, re.MULTILINE))
     there = {name: repr(value) for name, value in vars(fedagg).items() if name.isupper() and name != "KEPT"}
     assert told == there
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    """It stands in the package; what people cite and read about must follow."""
+    cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
+    assert cited is not None
+    assert cited[1] == __version__
+    assert f"## [{__version__}] - " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def test_every_page_is_in_the_navigation() -> None:

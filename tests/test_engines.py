@@ -305,21 +305,21 @@ def test_padding_moves_nothing() -> None:
     assert torch.equal(alone["delta"][0], beside["delta"][2])
 
 
-@pytest.mark.parametrize("split", ["iid", "dirichlet-class"])
-@pytest.mark.parametrize("algorithm", sorted(REGISTRY))
-@pytest.mark.parametrize("model", ["linear", "lenet5"])
-def test_whole_runs_agree(algorithm: str, model: str, split: str) -> None:
-    if algorithm == "fedbabu" and model == "linear":
-        pytest.skip("FedBABU needs a body")
-    if model == "lenet5" and split == "iid" and algorithm not in ("fedagg", "fedavg", "fedgh"):
-        pytest.skip("the ragged split is the harder test")
+WITH_A_BODY = [
+    pytest.param(name, "lenet5", split, 2, marks=pytest.mark.slow)
+    for name, split in [*((name, "dirichlet-class") for name in sorted(REGISTRY)), ("fedgh", "iid")]
+]
+LINEAR = [(name, "linear", split, 3) for name in sorted(REGISTRY.keys() - {"fedbabu"}) for split in ("iid", "dirichlet-class")]
 
+
+@pytest.mark.parametrize(("algorithm", "model", "split", "rounds"), WITH_A_BODY + LINEAR)
+def test_whole_runs_agree(algorithm: str, model: str, split: str, rounds: int) -> None:
     sigma = None if split == "iid" else 0.5
 
     def weights(engine: str, seed: int) -> Tensor:
         result = fedagg.run(
             algorithm=algorithm, model=model, engine=engine, partition=split, sigma=sigma, clients=60, participation=0.05,
-            rounds=3, epochs=2, lr=0.05, eval_every=3, seed=seed,
+            rounds=rounds, epochs=2, lr=0.05, eval_every=3, seed=seed,
         )  # fmt: skip
         return torch.cat([p.detach().reshape(-1) for p in result.model.parameters()])
 
@@ -332,6 +332,7 @@ def test_whole_runs_agree(algorithm: str, model: str, split: str) -> None:
     assert any(apart(seed) < 1e-5 for seed in range(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["resnet18", "googlenet", "densenet121"])
 def test_deep_branches_agree(model: str) -> None:
     """One step: with a handful of samples, single units of ReLU that fall to the other side of zero move the gradient by a percent,
@@ -343,6 +344,7 @@ def test_deep_branches_agree(model: str) -> None:
     assert_same(list(choose.batched(setting, fedagg.Config()).run(start, work, jobs, None)), expected, 0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["mnist-cnn", "vgg11"])
 def test_larger_models_agree(model: str) -> None:
     shape = (1, 28, 28) if model == "mnist-cnn" else (3, 32, 32)
@@ -353,6 +355,7 @@ def test_larger_models_agree(model: str) -> None:
     assert_same(list(choose.batched(setting, fedagg.Config()).run(start, work, jobs, None)), expected, 1e-3)
 
 
+@pytest.mark.slow
 def test_every_architecture_is_written_out() -> None:
     """But for group normalisation, which goes through vmap."""
     for model in ("linear", "mnist-cnn", "cifar10-cnn", "lenet5", "alexnet", "vgg11", "resnet18", "googlenet", "densenet121"):
@@ -502,24 +505,20 @@ def test_work_is_dealt_evenly_and_once() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["fedagg", "scaffold", "fedgh", "fedagg-paper"])
-def test_two_processes_are_one(algorithm: str, tmp_path: Path) -> None:
-    arguments = [
-        "run", "--algorithm", algorithm, "--partition", "dirichlet-class", "--rounds", "3", "--clients", "40", "--participation",
-        "0.1", "--quiet", "--dropout-rate", "0.3",
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    together, alone = tmp_path / "together", tmp_path / "alone"
+def test_two_processes_are_one(tmp_path: Path) -> None:
+    """Methods with a field, with memory, with representations and with a trace, one after the other in the same two processes."""
+    methods = ("fedagg", "scaffold", "fedgh", "fedagg-paper")
+    given = {"partition": "dirichlet-class", "rounds": 3, "clients": 40, "participation": 0.1, "dropout_rate": 0.3}
+    options = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "fedagg"]
-    for command in (
-        [*torchrun, *arguments, "--engine", "distributed", "--out", str(together)],
-        [sys.executable, "-m", "fedagg", *arguments, "--engine", "sequential", "--out", str(alone)],
-    ):
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-3000:]
-    ours, expected = (load_file(folder / "model.safetensors") for folder in (together, alone))
-    for name in expected:
-        assert torch.allclose(ours[name], expected[name], rtol=1e-4, atol=1e-6)
+    compare = ["compare", ",".join(methods), *options, "--engine", "distributed", "--quiet", "--out", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*torchrun, *compare], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for method in methods:
+        ours = load_file(tmp_path / method / "model.safetensors")
+        for name, value in fedagg.run(algorithm=method, engine="sequential", **given).model.state_dict().items():
+            assert torch.allclose(ours[name], value, rtol=1e-4, atol=1e-6), method
 
 
 def test_distributed_needs_torchrun() -> None:
@@ -527,6 +526,7 @@ def test_distributed_needs_torchrun() -> None:
         fedagg.run(engine="distributed", rounds=1)
 
 
+@pytest.mark.slow
 def test_a_million_clients_can_be_dealt_and_sampled() -> None:
     labels = np.zeros(3_000_000, dtype=np.int64)
     parts = partition.iid(labels, 1_000_000, seed=0)
@@ -612,7 +612,8 @@ class Drawn(nn.Module):
 STEPS = st.tuples(st.sampled_from(["conv", "point", "norm", "relu", "pool", "add", "cat"]), st.integers(0, 9), st.integers(0, 9))
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=80, deadline=None)
 @given(steps=st.lists(STEPS, min_size=1, max_size=9))
 def test_any_network_of_these_layers_has_autograds_gradients(steps: list[tuple[str, int, int]]) -> None:
     torch.manual_seed(5)

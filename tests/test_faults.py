@@ -127,6 +127,7 @@ def test_every_kind_happens_at_its_rate_and_the_seed_decides() -> None:
     assert {faults.hostile(client) for client in range(50)} == {True, False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", tiny.ENGINES)
 def test_faults_are_recorded_and_repeatable(tmp_path: Path, engine: str) -> None:
     settings = {
@@ -383,6 +384,7 @@ def test_what_rounding_kept_back_of_a_broken_field_is_not_sent_after_it() -> Non
     assert downlink.error is None
 
 
+@pytest.mark.slow
 def test_fedagg_recovers_from_an_absurd_base_rate_even_among_corrupt_clients() -> None:
     for settings in ({"lr": 300.0}, {"lr": 300.0, "corrupt_rate": 0.1, "dropout_rate": 0.3}):
         result = fedagg.run(rounds=25, clients=20, participation=0.5, engine="batched", clip=0.0, **settings)

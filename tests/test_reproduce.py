@@ -6,7 +6,7 @@ import csv
 import importlib.util
 import io
 import json
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch import nn
 import fedagg
 from fedagg.cli import main
 from fedagg.cli.reproduce import chosen
-from fedagg.config import Config
+from fedagg.config import NO_BEARING, Config
 from fedagg.errors import FedaggError, SettingError
 from fedagg.federation import Result
 from fedagg.reproduce import figures, formats, grid, paper, results, running, table
@@ -220,9 +220,77 @@ def test_a_result_of_other_settings_is_not_believed(tmp_path: Path, mini: Path) 
     changed["config"]["lr"] = 0.5
     path.write_text(json.dumps(changed))
     assert store.get(config) is None
-    path.write_text("{")
+    path.write_text(json.dumps({"cell": results.key(config), "accuracy": 1.0}))
     with pytest.raises(FedaggError, match="is not a result of fedagg"):
         store.get(config)
+    path.write_text(json.dumps(changed) + "\n{\n")
+    with pytest.raises(FedaggError, match="line 2 is not a result of fedagg"):
+        store.get(config)
+
+
+def test_a_file_holds_a_line_for_each_cell_in_order(tmp_path: Path, mini: Path) -> None:
+    spec, store = small(mini), Store(tmp_path)
+    put(store, spec, 1, "fedavg", 0.8, 0.7)
+    put(store, spec, 0, "fedavg", 0.9)
+    lines = (tmp_path / "mnist-mini_linear.jsonl").read_text().splitlines()
+    assert [json.loads(line)["accuracy"] for line in lines] == [0.9, 0.8, 0.7]
+    put(store, spec, 1, "fedavg", 0.6)  # measured again
+    assert (tmp_path / "mnist-mini_linear.jsonl").read_text().splitlines()[::2] == lines[::2]
+    # Two files end to end: the later line counts, and the next result puts them in order.
+    (tmp_path / "mnist-mini_linear.jsonl").write_text("\n".join([*lines, lines[0].replace("0.9", "0.95")]) + "\n")
+    found = store.get(spec.config(spec.rows[0], "fedavg", 0.2, 0))
+    assert found is not None
+    assert found.accuracy == 0.95
+    put(store, spec, 0, "fedagg", 0.5)
+    assert len((tmp_path / "mnist-mini_linear.jsonl").read_text().splitlines()) == 4
+
+
+def test_writers_at_the_same_time_lose_nothing(tmp_path: Path, mini: Path) -> None:
+    """Threads with a store each stand for processes: a lock is held by an open file, not by a process."""
+    spec, each = small(mini), 20
+
+    def write(row: int) -> None:
+        put(Store(tmp_path), spec, row, "fedavg", *(seed / 100 for seed in range(each)))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(write, (0, 1)))
+    store = Store(tmp_path)
+    for row in spec.rows:
+        found = [store.get(spec.config(row, "fedavg", 0.2, seed)) for seed in range(each)]
+        assert [one.accuracy if one else None for one in found] == [seed / 100 for seed in range(each)]
+
+
+def test_results_of_the_first_version_are_taken_over(tmp_path: Path, mini: Path) -> None:
+    spec, new, old = small(mini), Store(tmp_path / "new"), tmp_path / "old"
+    put(new, spec, 0, "fedavg", 0.9, 0.8)
+    (old / "cells").mkdir(parents=True)
+    for line in (new.folder / "mnist-mini_linear.jsonl").read_text().splitlines():
+        cell = json.loads(line)
+        (old / "cells" / f"{cell.pop('cell')}.json").write_text(json.dumps(cell, indent=1))
+    assert [cell.accuracy for cell in Store(old).all()] == [0.9, 0.8]
+    assert (old / "mnist-mini_linear.jsonl").read_bytes() == (new.folder / "mnist-mini_linear.jsonl").read_bytes()
+    assert list((old / "cells").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_every_result_is_asked_for_by_some_grid() -> None:
+    defaults = {name: field.default for name, field in Config.model_fields.items()}
+
+    def changed(given: dict[str, Any]) -> frozenset[tuple[str, str]]:
+        """What is not as usual, whatever the seed."""
+        kept = given.keys() & defaults.keys() - NO_BEARING - {"seed"}
+        return frozenset((name, str(given[name])) for name in kept if given[name] != defaults[name])
+
+    grids = [grid.load(str(path)) for path in sorted((ROOT / "src/fedagg/experiments").rglob("*.toml"))]
+    asked = {
+        changed(results.settings(cell.config))
+        for spec in grids
+        if spec.kind != "partition"
+        for cell in grid.cells(grid.narrow(spec, methods=["all"], participation=[0.2, 1.0], seeds=1))
+    }
+    lines = [line for path in (ROOT / "results").glob("*.jsonl") for line in path.read_text().splitlines()]
+    assert lines
+    assert [cell["cell"] for cell in map(json.loads, lines) if changed(cell["config"]) not in asked] == []
 
 
 def test_constant_columns_are_kept_once() -> None:
@@ -247,7 +315,7 @@ def test_a_grid_runs_once(tmp_path: Path, mini: Path, monkeypatch: pytest.Monkey
     assert found.accuracy == direct.accuracy == found.column("accuracy")[-1]
     assert found.rounds == 3
     assert found.environment["torch"]
-    assert list((store.folder / ".partial").iterdir()) == []
+    assert [path.name for path in (store.folder / ".partial").iterdir()] == ["lock"]
     monkeypatch.setattr(running, "train", lambda *_: pytest.fail("nothing was left to run"))
     assert run_all(spec, store) == []
 

@@ -171,7 +171,7 @@ def test_mlflow_that_cannot_start_is_one_line_at_once(
 
 def test_a_missing_library_is_one_line_with_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(FedaggError, match=r"pip install -e '\.\[wandb\]'"):
+    with pytest.raises(FedaggError, match=r"pip install 'fedagg\[wandb\]'"):
         trackers.make("wandb", tmp_path)
     with pytest.raises(SettingError, match="did you mean 'tensorboard'"):
         trackers.make("tensor", tmp_path)

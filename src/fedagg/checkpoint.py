@@ -20,7 +20,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from fedagg import files
+from fedagg import files, formats
 from fedagg.errors import FedaggError, FedaggWarning
 
 KEEP = 2
@@ -41,7 +41,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> None:
         packed = save_tensors({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()})
         files.write(folder / f"{stem}.{part}.safetensors", packed)
         sums.append(hashlib.sha256(packed).hexdigest())
-    facts = {**checkpoint.facts, "round": checkpoint.round, "sha256": sums}
+    facts = {**checkpoint.facts, "format": formats.FORMAT, "round": checkpoint.round, "sha256": sums}
     facts["self"] = seal(facts)
     files.write(folder / f"{stem}.json", json.dumps(facts))
     forget(folder, keep=saved(folder)[-KEEP:])
@@ -53,6 +53,8 @@ def latest(folder: Path) -> Checkpoint | None:
     for path in reversed(saved(folder)):
         try:
             found = load(path)
+        except FedaggError:  # of a newer version: whole, and not ours to remove
+            raise
         except Exception as error:  # whatever a damaged file provokes, the one before it may be good
             why = " ".join(str(error).split()) or type(error).__name__
             text = f"checkpoint {path.name} is damaged ({why}); going back to the one before it"
@@ -68,10 +70,12 @@ def latest(folder: Path) -> Checkpoint | None:
 
 def load(path: Path) -> Checkpoint:
     facts = json.loads(path.read_text(encoding="utf-8"))
+    if type(facts.get("format")) is int:  # before the checksum, which newer ones may make in another way
+        formats.check(facts["format"], path)
     parts = [path.with_suffix(f".{part}.safetensors") for part in range(len(facts["sha256"]))]
     if facts.pop("self") != seal(facts) or [checksum(part) for part in parts] != facts["sha256"]:
         raise ValueError("its checksum does not match")
-    counts = [facts[name] for name in ("round", "metrics.jsonl", "clients.jsonl") if name in facts or name == "round"]
+    counts = [facts[name] for name in ("round", "format", "metrics.jsonl", "clients.jsonl") if name in facts or name == "round"]
     if any(type(count) is not int or count < 0 for count in counts):
         raise ValueError("its numbers make no sense")
     if not isinstance(facts.get("identity", {}), dict) or not isinstance(facts.get("seconds", 0.0), int | float):

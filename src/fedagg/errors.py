@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 
 
 class FedaggError(Exception):
@@ -29,6 +30,19 @@ def shown(value: object) -> str:
 
 class DataError(FedaggError):
     """A data file is missing, damaged, or not what it claims to be."""
+
+
+class MissingError(FedaggError, ImportError):
+    """A package is missing that only some users need."""
+
+    def __init__(self, what: str, package: str, extra: str) -> None:
+        super().__init__(f"{what} needs {package.partition('.')[0]}, which is not installed: pip install 'fedagg[{extra}]'")
+
+
+def need(what: str, package: str, extra: str) -> None:
+    """Say in one line what to install, before any long work. The package itself is imported when it is used."""
+    if find_spec(package) is None:
+        raise MissingError(what, package, extra)
 
 
 class FedaggWarning(UserWarning):

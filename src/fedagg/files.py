@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fedagg.errors import FedaggError, SettingError
@@ -74,6 +75,28 @@ def folder(path: Path, setting: str = "out") -> Path:
     except OSError as error:
         raise FedaggError(f"{setting} = {str(path)!r}: {reason(error)}; choose a folder you can write to") from None
     return path
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time; the others wait. The operating system lets go of the lock when its process dies."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise FedaggError(f"{path}: cannot be written ({reason(error)}); choose a folder you can write to") from None
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            msvcrt.locking(handle, msvcrt.LK_LOCK, 1)
+        else:
+            import fcntl
+
+            with suppress(OSError):  # a file system without locks: two writers go unnoticed there
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 class Claim:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from fedagg.errors import need
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -165,7 +167,12 @@ def label_maps(
     return finish(figure, {}, title, paths)
 
 
+def ready() -> None:
+    need("a picture", "matplotlib", "analysis")
+
+
 def canvas(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure, Sequence[Sequence[Axes]]]:
+    ready()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")

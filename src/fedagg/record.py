@@ -23,6 +23,7 @@ from fedagg import checkpoint, files
 from fedagg.checkpoint import Checkpoint
 from fedagg.config import Config, make, read
 from fedagg.errors import FedaggError, FedaggWarning, SettingError
+from fedagg.formats import FORMAT, check_run
 
 MAY_CHANGE = {
     *("rounds", "device", "engine", "threads", "chunk", "checkpoint_every", "data_dir", "client_memory", "eval_every", "plugin")
@@ -50,7 +51,7 @@ class Record:
         self.claim = files.Claim(folder, "out")
         with self.closed_on_failure():
             # config.toml comes last: a folder that has one is a run that can be resumed.
-            files.write(folder / "environment.json", json.dumps(environment, indent=2))
+            files.write(folder / "environment.json", json.dumps({"format": FORMAT, **environment}, indent=2))
             files.write(folder / "config.toml", config.toml())
 
     @classmethod
@@ -58,6 +59,7 @@ class Record:
         """Open an unfinished run again: cut its files back to the newest whole checkpoint."""
         if not (folder / "config.toml").is_file():
             raise SettingError("resume", str(folder), "is not a run folder: it has no config.toml")
+        check_run(folder)
         before, now = make(read(folder / "config.toml"), recorded=True).flat(), config.flat()
         differs = sorted(k for k in before | now if before.get(k) != now.get(k) and k not in MAY_CHANGE)
         if differs:

@@ -12,6 +12,7 @@ from typing import Any
 from fedagg import config, files
 from fedagg.config import NO_BEARING, Config
 from fedagg.errors import FedaggError, SettingError
+from fedagg.formats import check_run
 
 # What `task` says or every name has.
 TOLD = {
@@ -44,6 +45,7 @@ class Run:
 def load(folder: Path) -> Run:
     if not (folder / "config.toml").exists():
         raise SettingError("run", str(folder), "is not a run folder: it has no config.toml")
+    check_run(folder)
     chosen = config.make(config.read(folder / "config.toml"), recorded=True)
     name = f"{chosen.method} seed {chosen.seed}"
     return Run(

@@ -40,9 +40,7 @@ def load(module: str, extra: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise FedaggError(
-            f"track = {extra!r}: {error}; install it in the clone of fedagg, with: pip install -e '.[{extra}]'"
-        ) from None
+        raise FedaggError(f"track = {extra!r}: {error}; install it with: pip install 'fedagg[{extra}]'") from None
 
 
 @contextmanager

@@ -20,9 +20,8 @@ import torch
 
 import fedagg
 from fedagg import record
-from fedagg.bench.rivals import RIVALS
+from fedagg.bench.rivals import find
 from fedagg.bench.task import Task
-from fedagg.errors import unknown
 
 PATIENCE = 3600.0  # seconds for one rival in one pass
 # What would make one rival's process differ from a fresh one of the user's.
@@ -35,6 +34,8 @@ class Timing:
     """What was seen of one rival, over all passes."""
 
     rival: str
+    about: str
+    package: str
     version: str | None
     seconds: list[float] = field(default_factory=list)  # of every timed round
     startup: list[float] = field(default_factory=list)  # from starting the process to the first round's end, less a round
@@ -58,10 +59,8 @@ class Timing:
 
 def bench(task: Task, rivals: Sequence[str], passes: int = 2, told: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """Time every rival on the task; a table's worth of plain values. `told` hears what is going on."""
-    for name in rivals:
-        if name not in RIVALS:
-            raise unknown("rivals", name, RIVALS)
-    timings = [Timing(name, RIVALS[name].version) for name in dict.fromkeys(rivals)]
+    known = {name: find(name) for name in dict.fromkeys(rivals)}
+    timings = {name: Timing(rival.name or name, rival.about, rival.package, rival.version) for name, rival in known.items()}
     rate, operations, load = 0.0, 0.0, os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     for turn in range(passes):
         told(f"pass {turn + 1} of {passes}: the device's peak rate")
@@ -71,14 +70,14 @@ def bench(task: Task, rivals: Sequence[str], passes: int = 2, told: Callable[[st
             told(f"the device's peak rate: {error}")
         else:
             rate, operations = max(rate, seen["rate"]), seen["operations"]
-        for timing in timings:
-            if not RIVALS[timing.rival].installed:
+        for name, timing in timings.items():
+            if not known[name].installed:
                 timing.failure = "not installed"
             if timing.failure:
                 continue
-            told(f"pass {turn + 1} of {passes}: {RIVALS[timing.rival].about}")
+            told(f"pass {turn + 1} of {passes}: {timing.about}")
             try:
-                timing.add(launch(timing.rival, task))
+                timing.add(launch(name, task))
             except Failed as error:
                 timing.failure = str(error)
     return {
@@ -86,7 +85,7 @@ def bench(task: Task, rivals: Sequence[str], passes: int = 2, told: Callable[[st
         "machine": {**machine(task), "load_before": load},
         "peak_rate": rate or None,
         "operations_per_round": operations or None,
-        "rows": rows(timings, operations, rate),
+        "rows": rows(list(timings.values()), operations, rate),
     }
 
 
@@ -95,7 +94,8 @@ def rows(timings: Sequence[Timing], operations: float, rate: float) -> list[dict
     return [
         {
             "rival": t.rival,
-            "about": RIVALS[t.rival].about,
+            "about": t.about,
+            "package": t.package,
             "version": t.version,
             "median": t.median,
             "fastest": min(t.seconds, default=None),
@@ -123,6 +123,10 @@ def launch(rival: str, task: Task) -> dict[str, Any]:
         answer = Path(scratch) / "answer.json"
         environment = {key: value for key, value in os.environ.items() if key not in INHERITED}
         environment |= {**QUIET, "FLWR_HOME": str(Path(scratch) / "flower")}
+        if rival.endswith(".py"):  # processes that it starts may want to import it
+            environment["PYTHONPATH"] = os.pathsep.join(
+                [str(Path(rival).resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+            )
         order = json.dumps({"rival": rival, "task": asdict(task), "launched": time.time()})
         command = [sys.executable, "-m", "fedagg.bench.worker", order, str(answer)]
         try:

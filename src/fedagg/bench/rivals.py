@@ -1,4 +1,4 @@
-"""Who takes part, by name, and whether it can."""
+"""Who takes part: a plain loop and our engines by name, anything else as a Python file."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata, util
+from pathlib import Path
 
-from fedagg.bench import flower, ours, plain, research
+from fedagg.bench import ours, plain
 from fedagg.bench.task import Task
+from fedagg.errors import SettingError, first_line, unknown
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,7 @@ class Rival:
     run: Callable[[Task, Callable[[], None]], str | None]
     needs: tuple[str, ...] = ()  # modules that have to be there
     package: str = "fedagg"
+    name: str = ""
 
     @property
     def installed(self) -> bool:
@@ -37,6 +40,25 @@ RIVALS = {
     "sequential": Rival("fedagg, sequential engine", functools.partial(ours.run, "sequential")),
     "batched": Rival("fedagg, batched engine", functools.partial(ours.run, "batched")),
     "auto": Rival("fedagg, the engine it picks", functools.partial(ours.run, "auto")),
-    "flower": Rival("Flower's simulation", flower.run, ("flwr", "ray"), "flwr"),
-    "pfl": Rival("pfl-research", research.run, ("pfl",), "pfl"),
 }
+
+
+def find(name: str) -> Rival:
+    """A rival by name, or a Python file with `run(task, tick)`. The file may say what it NEEDS, modules that have to be installed,
+    and the PACKAGE whose version belongs beside its numbers."""
+    if not name.endswith(".py"):
+        if name not in RIVALS:
+            raise unknown("rivals", name, RIVALS)
+        return RIVALS[name]
+    path = Path(name)
+    spec = util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise SettingError("rivals", name, "there is no such file; give a Python file with a function run(task, tick)")
+    module = util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        run = module.run
+    except Exception as error:
+        raise SettingError("rivals", name, f"{first_line(error)}; give a Python file with a function run(task, tick)") from None
+    about = (module.__doc__ or path.stem).strip().splitlines()[0]
+    return Rival(about, run, tuple(getattr(module, "NEEDS", ())), getattr(module, "PACKAGE", path.stem), path.stem)

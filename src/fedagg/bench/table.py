@@ -48,7 +48,8 @@ def title(result: dict[str, Any]) -> str:
 def facts(result: dict[str, Any]) -> list[str]:
     """The small print: machine, versions, and how the numbers came about."""
     m, t = result["machine"], result["task"]
-    versions = {row["rival"]: row["version"] for row in result["rows"] if row["rival"] in ("flower", "pfl") and row["median"]}
+    ours = ("fedagg", "torch")
+    versions = {row["package"]: row["version"] for row in result["rows"] if row["package"] not in ours and row["median"]}
     others = "".join(f", {name} {version}" for name, version in versions.items())
     code = f" at {m['commit'][:10]}{m['commit'][40:]}" if m["commit"] else ""
     load = "" if m["load_before"] is None else f", load {m['load_before']:.2f} at the start"

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ def main(order: dict[str, Any], answer: Path) -> None:
     if order["rival"] == "peak":
         answer.write_text(json.dumps({"rate": peak.rate(task), "operations": peak.operations(task)}), encoding="utf-8")
         return
+    name = order["rival"]
+    run = import_module(Path(name).stem).run if name.endswith(".py") else RIVALS[name].run
     device = torch.device(task.device)
     ends: list[float] = []
     memory: dict[str, int | None] = {}
@@ -33,7 +36,7 @@ def main(order: dict[str, Any], answer: Path) -> None:
         if len(ends) == task.rounds + 1:  # now, since helping processes are gone when the rival is done
             memory["resident"] = resident()
 
-    note = RIVALS[order["rival"]].run(task, tick)
+    note = run(task, tick)
     seconds = [after - before for before, after in itertools.pairwise(ends)]
     if len(seconds) != task.rounds:
         raise SystemExit(f"made {len(ends)} rounds instead of {task.rounds + 1}")

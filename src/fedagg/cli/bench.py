@@ -1,4 +1,4 @@
-"""`fedagg bench`: how fast rounds are on this machine, beside a plain loop and other simulators."""
+"""`fedagg bench`: how fast rounds are on this machine, beside a plain loop and whatever else one cares to compare."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedagg.config import choices
 from fedagg.errors import SettingError, unknown
 from fedagg.federation import pick_device
 
-RIVAL_HELP = f"who takes part, of {', '.join(RIVALS)}; those that are not installed are passed over"
+RIVAL_HELP = f"who takes part, of {', '.join(RIVALS)}, or a Python file with run(task, tick)"
 
 
 def bench(
@@ -35,7 +35,7 @@ def bench(
     out_dir: Annotated[Path | None, typer.Option("--out", help="keep the table in this folder, as JSON and Markdown")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
 ) -> None:
-    """Time FedAvg's rounds: a plain PyTorch loop, our engines, and other simulators that are installed."""
+    """Time FedAvg's rounds: a plain PyTorch loop, our engines, and loops of your own."""
     if model not in models.names():
         raise unknown("model", model, models.names())
     if not 0 < participation <= 1:

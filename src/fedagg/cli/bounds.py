@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from fedagg import files, plugins, runs
+from fedagg import files, plots, plugins, runs
 from fedagg.cli import given
 from fedagg.cli.show import out
 
@@ -36,7 +36,8 @@ def bounds(
 
     The exit status is 1 if a bound that applies does not hold.
     """
-    from fedagg.theory import from_run, present  # loads matplotlib and scipy
+    plots.ready()
+    from fedagg.theory import from_run, present  # loads scipy
 
     config = runs.load(run).config
     plugins.load(config.plugin)

@@ -7,6 +7,7 @@ import math
 import shlex
 import sys
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,9 @@ from fedagg.cli.partition import trained
 from fedagg.cli.show import Live, err, out, results_table, task
 from fedagg.config import Config, make, read, resolve_each
 from fedagg.data import Dataset
-from fedagg.errors import SettingError
+from fedagg.errors import FedaggWarning, MissingError, SettingError
 from fedagg.federation import Result, build_model
+from fedagg.formats import check_run
 
 NUMBERS = {"accuracy", "best_accuracy", "loss", "seconds"}  # what a result says of a finished run
 
@@ -68,12 +70,18 @@ def compare(
         hint(folder, out_dir)
     title = task(configs[0])
     histories = {r.config.method: r.history for r in results}
-    picture = plots.accuracy_curves(histories, folder / "accuracy.png", title, runs.measured("accuracy", configs))
+    picture: Path | None = folder / "accuracy.png"
+    try:
+        plots.accuracy_curves(histories, folder / "accuracy.png", title, runs.measured("accuracy", configs))
+    except MissingError as error:
+        picture = None
+        warnings.warn(str(error), FedaggWarning, stacklevel=2)
     if as_json:
-        sys.stdout.write(json.dumps({"runs": [r.summary() for r in results], "plot": str(picture)}) + "\n")
+        sys.stdout.write(json.dumps({"runs": [r.summary() for r in results], "plot": picture and str(picture)}) + "\n")
     else:
         out.print(results_table(results, title), crop=False)
-        out.print(f"plot: {picture}", soft_wrap=True)
+        if picture is not None:
+            out.print(f"plot: {picture}", soft_wrap=True)
     return 130 if results[-1].interrupted else 0
 
 
@@ -81,6 +89,7 @@ def same(folder: Path, config: Config) -> None:
     """Refuse a folder that holds another run of the method. Where it runs may change, as with `--resume`; its rounds may not."""
     if not (folder / config.method / "config.toml").exists():
         return
+    check_run(folder / config.method)
     before, now = make(read(folder / config.method / "config.toml"), recorded=True).flat(), config.flat()
     free = record.MAY_CHANGE - {"rounds"}
     differs = ", ".join(f"{k} {before.get(k)!r}" for k in before | now if before.get(k) != now.get(k) and k not in free)

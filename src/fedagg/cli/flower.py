@@ -62,7 +62,7 @@ def register(folder: Folder) -> None:
     and say it again."""
     flwr = shutil.which("flwr", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
     if flwr is None:
-        raise FedaggError("the command flwr was not found; install it in the clone of fedagg, with: pip install -e '.[flower]'")
+        raise FedaggError("the command flwr was not found: pip install 'fedagg[flower]'")
     public = sorted((folder / "keys").glob("node-*.pub"))
     if not public:
         raise SettingError("DIR", str(folder), "has no keys/node-*.pub; make them with: fedagg flower keys DIR")

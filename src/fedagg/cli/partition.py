@@ -53,6 +53,8 @@ def partition(
 
     With --labels any list of labels can be looked at. Gradients need samples, so they are left out there.
     """
+    from fedagg.theory import heterogeneity as het  # loads matplotlib and scipy
+
     given = {
         "dataset": dataset,
         "partition": name,
@@ -71,7 +73,6 @@ def partition(
         samples = load(config.dataset, config.data_dir).held_back(config.validation, config.seed)
         known = samples.y_train.numpy()
     models = networks(config, samples, run) if samples else {}
-    from fedagg.theory import heterogeneity as het  # loads matplotlib and scipy
 
     parts = splits.partition(config.partition, known, config.clients, config.seed, sigma=config.sigma, per_client=config.shards)
     counts = het.label_counts(known, parts, samples.classes if samples else None)

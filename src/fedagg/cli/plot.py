@@ -33,6 +33,7 @@ def plot(
     data_dir: Annotated[Path | None, typer.Option(help="where data sets are, for fig-partition")] = None,
 ) -> int:
     """Draw figures of the paper from a results folder, or the curves of runs, as PNG, SVG and PDF."""
+    plots.ready()
     endings = words(form) or []
     for ending in endings or [""]:
         if ending not in plots.FORMATS:

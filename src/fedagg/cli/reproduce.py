@@ -76,6 +76,8 @@ def reproduce(
         )
         for spec, patterns in chosen(what, words(rows))
     ]
+    if not quiet and any(spec.kind != "table" for spec in specs):
+        plots.ready()
     store = Store(results)
     status = 0
     if not show:

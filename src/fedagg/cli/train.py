@@ -19,6 +19,7 @@ from fedagg.cli.show import Live, err, out, results_table, task
 from fedagg.config import Config, make, read, resolve
 from fedagg.errors import SettingError
 from fedagg.federation import Result
+from fedagg.formats import check_run
 
 TRACK = f"follow the run live, one or several of {', '.join(trackers.TRACKERS)}"
 
@@ -59,6 +60,7 @@ def resumed(folder: Path, file: Path | None, settings: dict[str, Any]) -> Config
     given = {**(read(file) if file else {}), **{k: v for k, v in settings.items() if v is not None}}
     if "preset" in given:
         raise SettingError("preset", given["preset"], "a run goes on with its own settings; leave out the preset")
+    check_run(folder)
     config = make({**read(folder / "config.toml"), **given})
     from_python.refuse(config, "resume", folder, "fedagg.run(resume={folder!r}, {given}) and the run's settings")
     return config

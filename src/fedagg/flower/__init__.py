@@ -4,10 +4,10 @@ from __future__ import annotations
 
 try:
     import flwr  # noqa: F401
-except ImportError:
-    from fedagg.errors import FedaggError
+except ModuleNotFoundError:
+    from fedagg.errors import MissingError
 
-    raise FedaggError("fedagg.flower needs Flower; install it in the clone of fedagg, with: pip install -e '.[flower]'") from None
+    raise MissingError("fedagg.flower", "flwr", "flower") from None
 
 from fedagg.flower.client import client_app
 from fedagg.flower.privacy import Privacy

@@ -121,7 +121,7 @@ def gather(paths: Sequence[Path]) -> Content:
     folders: list[Path] = []
     store: Store | None = None
     for path in paths:
-        if (path / "cells").is_dir():
+        if Store(path).files():
             if store is not None:
                 raise SettingError("what", str(path), "one results folder a report; give the others a report of their own")
             store = Store(path)

@@ -9,7 +9,7 @@ from typing import Any
 
 import fedagg
 from fedagg import files
-from fedagg.errors import SettingError
+from fedagg.errors import SettingError, need
 from fedagg.report import charts, tables
 from fedagg.report.content import Content, gather
 
@@ -21,6 +21,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 def write(paths: list[Path], out: Path) -> Path:
     """Make the report of run folders, or of a results folder."""
+    need("a report", "plotly", "analysis")
     if out.is_dir():
         raise SettingError("out", str(out), f"is a folder; give the page a name, {out / 'report.html'} for one")
     files.folder(out.parent if str(out.parent) else Path())

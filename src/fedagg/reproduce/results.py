@@ -1,4 +1,5 @@
-"""What was measured: one small JSON file a cell, named by its configuration, so that every table can share it."""
+"""What was measured: one file for each data set and model, with one line of JSON for each cell, sorted by name. Every table
+shares them."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from typing import Any
 
 from fedagg import files
 from fedagg.config import NO_BEARING, Config, options_of
-from fedagg.errors import FedaggError
+from fedagg.errors import FedaggError, first_line
 from fedagg.federation import Result
 
 COLUMNS = ("accuracy", "loss", "train_loss", "drift", "passes", "samples", "bytes_up", "bytes_down", "seconds")
@@ -44,9 +45,9 @@ def settings(config: Config) -> dict[str, Any]:
 
 
 def key(config: Config) -> str:
-    """The name of a cell's file: the main settings to read, and a hash of all that differ from the defaults.
+    """The name of a cell: the main settings to read, and a hash of all that differ from the defaults.
 
-    Defaults are left out of the hash so that a new setting does not orphan old results; the file holds the whole
+    Defaults are left out of the hash so that a new setting does not orphan old results; the line holds the whole
     configuration, and it is compared before a result is believed.
     """
     defaults = {name: field.default for name, field in Config.model_fields.items()}
@@ -63,10 +64,11 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.cells = folder / "cells"
+        self.known: dict[Path, tuple[object, dict[str, Any]]] = {}  # the state of a file when it was read, and its cells
+        self.take_over()
 
     def path(self, config: Config) -> Path:
-        return self.cells / f"{key(config)}.json"
+        return self.folder / f"{config.dataset}_{config.model}.jsonl"
 
     def partial(self, config: Config) -> Path:
         """The run folder of a cell that is not finished; it is removed when the cell is."""
@@ -74,26 +76,62 @@ class Store:
 
     def get(self, config: Config) -> Measured | None:
         """The result of exactly this configuration, if it is there."""
-        path = self.path(config)
-        if not path.exists():
+        path, name = self.path(config), key(config)
+        cell = self.cells(path).get(name)
+        if cell is None:
             return None
-        found = read(path)
-        wanted = settings(config)
+        found, wanted = measured(path, name, cell), settings(config)
         return found if all(wanted[k] == v for k, v in found.config.items() if k in wanted and v is not None) else None
 
-    def put(self, result: Result, environment: dict[str, Any]) -> Path:
-        files.folder(self.cells, "results")
-        text = json.dumps(describe(result, environment), allow_nan=False, separators=(",", ":"))
-        path = self.path(result.config)
-        files.write(path, text.replace(',"', ',\n"').replace(":{", ":{\n") + "\n")
-        return path
+    def put(self, result: Result, environment: dict[str, Any]) -> None:
+        self.add(self.path(result.config), {key(result.config): describe(result, environment)})
+
+    def add(self, path: Path, new: dict[str, Any]) -> None:
+        """Put cells into a file, in place of older ones of the same name. Other processes may do so at the same time."""
+        files.folder(self.folder / ".partial", "results")
+        with files.locked(self.folder / ".partial" / "lock"):
+            lines = [json.dumps({"cell": name, **cell}, allow_nan=False, separators=(",", ":"))
+                     for name, cell in sorted({**self.cells(path), **new}.items())]  # fmt: skip
+            files.write(path, "\n".join(lines) + "\n")
+
+    def cells(self, path: Path) -> dict[str, Any]:
+        """A file's cells by name. Of two with the same name the later counts, so that files of several machines can be joined
+        end to end."""
+        try:
+            state = path.stat()
+            stamp = (state.st_ino, state.st_mtime_ns, state.st_size)
+            if path not in self.known or self.known[path][0] != stamp:
+                self.known[path] = stamp, split(path, path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except (OSError, UnicodeDecodeError) as error:
+            raise FedaggError(f"{path}: cannot be read ({first_line(error)})") from None
+        return self.known[path][1]
+
+    def files(self) -> list[Path]:
+        """Those that hold results; a run folder's have no underscore in their names."""
+        return sorted(self.folder.glob("*_*.jsonl"))
+
+    def all(self) -> Iterator[Measured]:
+        for path in self.files():
+            for name, cell in sorted(self.cells(path).items()):
+                yield measured(path, name, cell)
 
     def forget(self, config: Config) -> None:
         shutil.rmtree(self.partial(config), ignore_errors=True)
 
-    def all(self) -> Iterator[Measured]:
-        for path in sorted(self.cells.glob("*.json")):
-            yield read(path)
+    def take_over(self) -> None:
+        """Move the results of earlier versions, which kept each cell in a file of its own, to where they are now."""
+        old = sorted((self.folder / "cells").glob("*.json"))
+        grouped: dict[Path, dict[str, Any]] = {}
+        for path in old:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            config = measured(path, path.stem, found).config
+            grouped.setdefault(self.folder / f"{config['dataset']}_{config['model']}.jsonl", {})[path.stem] = found
+        for path, cells in grouped.items():
+            self.add(path, cells)
+        for path in old:
+            path.unlink()
 
 
 def describe(result: Result, environment: dict[str, Any]) -> dict[str, Any]:
@@ -112,15 +150,22 @@ def describe(result: Result, environment: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def read(path: Path) -> Measured:
+def split(path: Path, text: str) -> dict[str, Any]:
+    found = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            cell = json.loads(line)
+            found[cell.pop("cell")] = cell
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise FedaggError(f"{path}: line {number} is not a result of fedagg; delete it, and its cell runs again") from None
+    return found
+
+
+def measured(path: Path, name: str, cell: dict[str, Any]) -> Measured:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        found["loss"] = math.nan if found["loss"] is None else found["loss"]
-        return Measured(**found)
-    except OSError as error:
-        raise FedaggError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except (ValueError, TypeError, KeyError) as error:
-        raise FedaggError(f"{path}: is not a result of fedagg ({error}); delete it, and its cell runs again") from None
+        return Measured(**{**cell, "loss": math.nan if cell["loss"] is None else cell["loss"]})
+    except (TypeError, KeyError) as error:
+        raise FedaggError(f"{path}: {name} is not a result of fedagg ({error}); delete its line, and it runs again") from None
 
 
 def number(value: float | None) -> float | None:

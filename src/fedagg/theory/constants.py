@@ -14,13 +14,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import scipy.optimize
-import scipy.sparse.linalg
 import torch
 from torch import Tensor
 
-from fedagg.errors import DataError, SettingError
+from fedagg.errors import DataError, MissingError, SettingError
 from fedagg.theory.bounds import Bound
+
+try:
+    import scipy.optimize
+    import scipy.sparse.linalg
+except ModuleNotFoundError as error:
+    raise MissingError(__name__, str(error.name), "analysis") from None
 
 _Array = npt.NDArray[np.float64]
 _ROUNDING = 8.0 * float(np.finfo(np.float64).eps)  # what a sum of well-scaled terms may be off by, relatively

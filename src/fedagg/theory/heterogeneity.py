@@ -27,15 +27,19 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib.colors import PowerNorm
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
-from scipy.spatial.distance import jensenshannon
-from scipy.stats import wasserstein_distance
 
 from fedagg import files, plots
-from fedagg.errors import DataError
+from fedagg.errors import DataError, MissingError
 from fedagg.partition import dirichlet
+
+try:
+    from matplotlib.colors import PowerNorm
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+    from scipy.spatial.distance import jensenshannon
+    from scipy.stats import wasserstein_distance
+except ModuleNotFoundError as error:
+    raise MissingError(__name__, str(error.name), "analysis") from None
 
 Counts = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

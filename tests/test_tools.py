@@ -1,0 +1,83 @@
+"""The maintainers' scripts, as far as they run without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+TOOLS = Path(__file__).resolve().parent.parent / "tools"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def gpu() -> Iterator[ModuleType]:
+    """`poison` changes torch for the whole process."""
+    pytest.importorskip("triton")
+    yield load("check_gpu")
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(("words", "status"), [([], 2), (["--allow-missing"], 0)])
+def test_without_a_gpu_the_check_says_that_it_did_not_run(
+    gpu: ModuleType, words: list[str], status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gpu.main(words) == status
+    assert capsys.readouterr().out == "GPU check: NOT RUN, for there is no CUDA device here\n"
+
+
+def test_the_gpu_check_in_the_interpreter(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One part of it; a kernel that nothing has launched is a failure."""
+    monkeypatch.setattr(gpu, "PARTS", (gpu.steps,))
+    assert gpu.main(["--interpret", "--seed", "1"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines[2:8]] == ["step"] * 6
+    assert not any("FAILED" in line for line in lines[2:8])
+    assert lines[8].startswith("kernels launched: 1 of ")
+    assert "not conv" in lines[8]
+    assert lines[8].endswith("FAILED")
+    assert lines[9].startswith("6 of 7 passed")
+
+
+@pytest.mark.parametrize("fault", ["wrong", "not written"])
+def test_the_gpu_check_finds_a_kernel_that_is_wrong(gpu: ModuleType, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedagg.engines import fused
+
+    def step(w: torch.Tensor, g: torch.Tensor, rate: torch.Tensor, own: torch.Tensor, *rest: object) -> None:
+        if fault == "wrong":
+            w -= 1.0001 * rate[:, None] * own * g
+        else:
+            w[0, 0] = torch.empty(()) if torch.empty(()).isnan() else torch.inf
+
+    gpu.poison()
+    monkeypatch.setattr(fused, "fused_step", step)
+    assert not next(gpu.steps(gpu.Bench(torch.device("cpu"), seed=1))).passed
+
+
+def test_forms_are_timed_on_a_cpu() -> None:
+    command = [sys.executable, str(TOOLS / "bench_forms.py"), "--tiny", "--device", "cpu", "--models", "linear"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    head, _, row, *_ = done.stdout.splitlines()
+    assert head == "| network | precision | plain loop | vmap | stacked | fused | plain loop / fused |"
+    name, precision, plain, vmap, stacked, fused, ratio = row.strip("| ").split(" | ")
+    assert (name, precision, fused, ratio) == ("linear", "tf32", "-", "-")
+    assert all(0 < float(seconds) < 60 for seconds in (plain, vmap, stacked))
