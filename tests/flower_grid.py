@@ -35,6 +35,7 @@ class HereGrid(Grid):
         self.gone: set[int] = set()
         self.sent: list[tuple[Message, int]] = []
         self.received: list[tuple[Message, int]] = []
+        self.waiting: list[Message] = []  # answers to questions that nobody waited for
 
     def get_node_ids(self) -> Iterable[int]:
         return [node for node in self.contexts if node not in self.gone]
@@ -58,10 +59,21 @@ class HereGrid(Grid):
             replies += self.tamper(message, back) if training and self.tamper else [back]
         return replies[::-1]  # whoever is first, the order of the sums is the order of the participants
 
-    def unexpected(self, *args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("the strategy sends and receives in one call, and asks a grid for nothing else")
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        self.waiting += self.send_and_receive(messages)
+        return [message.metadata.message_id for message in messages]
 
-    set_run = create_message = push_messages = pull_messages = unexpected
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        wanted = set(message_ids)
+        ready = [message for message in self.waiting if message.metadata.reply_to_message_id in wanted]
+        self.waiting = [message for message in self.waiting if message not in ready]
+        return ready
+
+    def unexpected(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the strategy asks a grid for nothing else")
+
+    set_run = create_message = unexpected
     run = property(unexpected)
 
 

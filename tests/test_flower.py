@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 
 import pytest
 
@@ -11,7 +12,6 @@ pytest.importorskip("flwr", reason="needs fedagg[flower]")
 import numpy as np
 import torch
 from flwr.app import Array, Error, Message, MetricRecord
-from flwr.client.mod import secaggplus_mod
 from flwr.common.constant import ErrorCode
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -19,8 +19,8 @@ import fedagg
 from fedagg import models, plugins, seeding
 from fedagg.algorithms import REGISTRY
 from fedagg.config import Config, make
-from fedagg.errors import SettingError
-from fedagg.flower import FedAggStrategy, client_app
+from fedagg.errors import FedaggError, SettingError
+from fedagg.flower import FedAggStrategy, cached, client_app
 from fedagg.flower.data import node_data
 from fedagg.flower.server import CUSTOM, split
 from flower_grid import HereGrid, PowerCut, dies_in_round_3
@@ -104,6 +104,9 @@ def test_the_record_counts_what_the_wire_carries(name, changes):
             here = [(m, size) for m, size in ledger if m.metadata.group_id == str(row["round"]) and trains(m)]
             assert len(here) == NODES
             assert row[kind] == sum(payload(message.content) for message, _ in here)
+            tests = [m for ledger in (grid.sent, grid.received) for m, _ in ledger if m.metadata.message_type == "evaluate"]
+            mine = [m for m in tests if m.metadata.group_id == str(row["round"])]
+            assert row["bytes_tests"] == sum(payload(message.content) for message in mine)
             # What Flower puts around a message does not grow with the model.
             assert all(payload(message.content) < size < payload(message.content) + 2500 for message, size in here)
 
@@ -348,7 +351,7 @@ def veiled(name="linear", evil=None, tamper=None, **changes):
             evil(reply.content)
         return reply
 
-    grid = HereGrid(client_app(lambda: model(name), node, mods=[secaggplus_mod, mod]), NODES, tamper)
+    grid = HereGrid(client_app(lambda: model(name), node, mods=[mod]), NODES, tamper)
     strategy = FedAggStrategy(model(name), settings(participation=1.0, **changes), secure=True)
     strategy.run(grid, wait=0)
     return strategy
@@ -462,7 +465,32 @@ def test_labels_that_the_head_does_not_tell_apart_cost_the_node_alone():
 
     strategy = represented(nodes=more)
     assert [row["left_out"] for row in strategy.book.history] == [1, 1, 1]
-    assert "label 3" in strategy.about[0]["left_out"]["1"]
+    assert strategy.about[0]["left_out"]["1"] == "failed: setting data(context)"
+
+
+class PatientNumber4711(ValueError):
+    """A class of the user's, whose name may say something, too."""
+
+
+@pytest.mark.parametrize("where", ["query", "train", "evaluate"])
+@pytest.mark.parametrize(("error", "kind"), [(PatientNumber4711("patient 4711"), "ValueError"), (Exception("4711"), "Exception")])
+def test_of_an_error_on_a_node_its_kind_is_told(where, error, kind, caplog):
+    """The text, in which there may be a sample, stays in the node's own log."""
+
+    def failing(context):
+        if context.node_config["partition-id"] == 2 and len(grid.sent) > {"query": 0, "train": 4, "evaluate": 8}[where]:
+            raise error
+        return node(context)
+
+    grid = HereGrid(client_app(model, failing), NODES)
+    strategy = FedAggStrategy(model(), settings(algorithm="fedavg", participation=1.0, rounds=1))
+    strategy.run(grid, wait=0)
+    told = [reply for reply, _ in grid.received if reply.has_error()]
+    assert {reply.metadata.message_type for reply in told} >= {where}
+    assert {reply.error.reason for reply in told} == {kind}
+    if where == "train":
+        assert strategy.about[0]["left_out"] == {"2": f"failed: {kind}"}
+    assert "4711" in caplog.text
 
 
 def test_a_second_answer_does_not_count():
@@ -563,6 +591,117 @@ def test_a_skipped_round_leaves_the_servers_state_alone():
     assert all(torch.equal(value, before.server.algorithm.state[name]) for name, value in skipped.server.algorithm.state.items())
 
 
+def test_a_round_waits_for_nodes_and_is_not_lost(tmp_path):
+    """All nodes leave before round 2. The run waits, says how to go on, and goes on to the weights of a run that was left alone."""
+    options = {"algorithm": "fedagg", "downlink_bits": 3, "participation": 1.0, "rounds": 4}
+    whole, _ = federated(**options)
+    grid = HereGrid(client_app(model, node), NODES)
+
+    class Watched(FedAggStrategy):
+        def configure_train(self, server_round, arrays, config, grid):
+            grid.gone = set(grid.contexts) if self.done == 1 else grid.gone
+            return super().configure_train(server_round, arrays, config, grid)
+
+    strategy = Watched(model(), settings(**options), out=tmp_path, patience=0.6)
+    with pytest.raises(FedaggError, match=r"^round 2: 0 nodes are there after 0.6 seconds, 1 are needed; .* the same command"):
+        strategy.run(grid, wait=0)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+    assert not (tmp_path / "result.json").exists()
+    grid.gone = set()
+    again = FedAggStrategy(model(), settings(**options), out=tmp_path)
+    again.run(grid, wait=0)
+    assert torch.equal(again.server.model.w, whole.server.model.w)
+    assert [row["round"] for row in again.book.history] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_a_round_that_nobody_answers_is_done_again(secure):
+    """They come back before patience ends. The round is recorded once, and the model is that of a run that was left alone."""
+    lost = []
+
+    def silence(sent, reply):
+        if reply.metadata.group_id == "2" and len(lost) < NODES:
+            lost.append(1)
+            return []
+        return [reply]
+
+    runs = []
+    for tamper in (None, silence):
+        strategy = FedAggStrategy(model(), settings(algorithm="fedavg", participation=1.0), secure=secure)
+        strategy.run(HereGrid(client_app(model, node), NODES, tamper), wait=0)
+        assert [row["round"] for row in strategy.book.history] == [1, 2, 3]
+        assert not any(row.get("unchanged") for row in strategy.book.history)
+        runs.append(strategy.server.model.w)
+    assert len(lost) == NODES
+    assert torch.allclose(*runs, rtol=0, atol=1e-4 if secure else 0)
+    strategy = FedAggStrategy(model(), settings(participation=1.0), patience=0, secure=secure)
+    with pytest.raises(FedaggError, match="round 1: nobody has answered for 0 seconds; nothing was kept"):
+        strategy.run(HereGrid(client_app(model, node), NODES, lambda sent, reply: []), wait=0)
+
+
+def test_a_node_that_is_slow_to_say_hello_delays_nobody(caplog):
+    """Node 1003 loads for two rounds: the rounds go on without it. One that stays silent is asked again, and the log says so."""
+
+    class Slow(HereGrid):
+        def pull_messages(self, message_ids):
+            done = strategy.done
+            held = {1003} if done < 2 else set()
+            late = [m for m in self.waiting if m.metadata.src_node_id in held]
+            self.waiting = [m for m in self.waiting if m not in late]
+            ready = super().pull_messages(message_ids)
+            self.waiting += late
+            return ready
+
+    grid = Slow(client_app(model, node), NODES)
+    strategy = FedAggStrategy(model(), settings(algorithm="fedavg", participation=1.0, rounds=4))
+    strategy.run(grid, wait=0)
+    assert [row["clients"] for row in strategy.about] == [[0, 1, 2], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3]]
+    assert sum(message.metadata.group_id == "hello" for message, _ in grid.sent) == NODES  # once each
+
+    class Deaf(HereGrid):
+        def pull_messages(self, message_ids):
+            self.waiting = [m for m in self.waiting if m.metadata.src_node_id != 1003]
+            return super().pull_messages(message_ids)
+
+    grid = Deaf(client_app(model, node), NODES)
+    strategy = FedAggStrategy(model(), settings(algorithm="fedavg", participation=1.0, rounds=6))
+    strategy.members.timeout = 0.0
+    strategy.run(grid, wait=0)
+    hellos = [m for m, _ in grid.sent if m.metadata.group_id == "hello" and m.metadata.dst_node_id == 1003]
+    assert len(hellos) == 3  # then there is a pause
+    assert caplog.text.count("node 1003 is left out until it answers; it failed: no answer in 0 seconds") == 1
+
+
+def test_a_round_closes_when_enough_have_answered():
+    """Node 1003 answers neither work nor tests. At three of four answers the round is over; an error is not one of them."""
+
+    class Slow(HereGrid):
+        def pull_messages(self, message_ids):
+            ready = super().pull_messages(message_ids)
+            late = [m for m in ready if m.metadata.src_node_id == 1003 and m.metadata.message_type != "query"]
+            self.waiting += late
+            return [m for m in ready if m not in late]
+
+    began = time.monotonic()
+    strategy = FedAggStrategy(model(), settings(algorithm="fedavg", participation=1.0), timeout=60.0, close_at=0.7)
+    strategy.run(Slow(client_app(model, node), NODES), wait=0)
+    assert time.monotonic() - began < 30
+    assert [row["left_out"] for row in strategy.about] == [{"3": "no answer in time"}] * 3
+    assert [row["tested"] for row in strategy.book.history] == [3] * 3
+    missing, _ = federated(
+        tamper=lambda sent, reply: [] if reply.metadata.src_node_id == 1003 else [reply], algorithm="fedavg", participation=1.0
+    )
+    assert torch.equal(strategy.server.model.w, missing.server.model.w)
+
+    error = spoil(0, lambda sent, reply: [Message(Error(2, "ValueError"), reply_to=sent)])
+    all_heard = FedAggStrategy(model(), settings(algorithm="fedavg", participation=1.0), timeout=60.0, close_at=0.7)
+    all_heard.run(HereGrid(client_app(model, node), NODES, error), wait=0)
+    assert all_heard.about[1]["left_out"] == {"0": "failed: ValueError"}
+    for wrong in ({"close_at": 0.0}, {"close_at": 1.1}, {"close_at": 0.5, "secure": True}):
+        with pytest.raises(SettingError, match="close-at"):
+            FedAggStrategy(model(), settings(), **wrong)
+
+
 def test_an_answer_that_is_no_use_does_not_count_for_the_quorum():
     lost, _ = federated(tamper=spoil(2, BAD["not a number"][0]), quorum=NODES, algorithm="fedavg", participation=1.0)
     assert [row.get("unchanged", False) for row in lost.book.history] == [False, True, False]
@@ -650,6 +789,21 @@ def test_two_nodes_cannot_be_the_same_client():
     assert strategy.members.refused == {1003: "partition-id 0 is taken by node 1000; give every SuperNode its own"}
 
 
+def test_a_node_of_another_version_is_left_out():
+    class Older(HereGrid):
+        def send_and_receive(self, messages, *, timeout=None):
+            replies = list(super().send_and_receive(messages, timeout=timeout))
+            for reply in replies:
+                if reply.metadata.group_id == "hello" and reply.metadata.src_node_id == 1001:
+                    reply.content["version"]["fedagg"] = "0.0.1"
+            return replies
+
+    strategy = FedAggStrategy(model(), settings(participation=1.0, rounds=1))
+    strategy.run(Older(client_app(model, node), NODES), wait=0)
+    assert strategy.about[0]["clients"] == [0, 2, 3]
+    assert strategy.members.refused == {1001: f"it runs fedagg 0.0.1, the server {fedagg.__version__}; install the same on both"}
+
+
 def test_a_node_that_introduces_itself_twice_is_one_node():
     class Echo(HereGrid):
         def send_and_receive(self, messages, *, timeout=None):
@@ -725,6 +879,10 @@ def test_settings_come_from_the_run_configuration():
     config, own = split({"clients": 5, "lr": 0.1, "downlink-bits": 3, "timeout": 30, "out": "", "quorum": 2})
     assert (config.clients, config.lr, config.downlink_bits, config.participation) == (5, 0.1, 3, 1.0)
     assert own == {"timeout": 30.0, "quorum": 2}
+    _, own = split({"clients": 5, "close-at": 0.8, "patience": 60})
+    assert own == {"close_at": 0.8, "patience": 60.0}
+    bits = [split({"clients": 5, **given})[0].downlink_bits for given in ({}, {"algorithm": "scaffold"}, {"downlink-bits": 32})]
+    assert bits == [3, 32, 32]  # FedAgg's field is rounded unless told otherwise
     for wrong, about in (
         ({}, "clients"),
         ({"clients": 2, "roundz": 1}, "roundz"),
@@ -781,5 +939,27 @@ def test_server_and_nodes_load_the_plugin_of_the_run_configuration(tmp_path, mon
         assert "own-scaffold" in REGISTRY
     finally:
         REGISTRY.pop("own-scaffold", None)
-    assert torch.allclose(strategy.now.w, strategy.layout.pack(alone.model).w, rtol=0, atol=1e-5)
+    assert torch.allclose(strategy.server.model.w, strategy.layout.pack(alone.model).w, rtol=0, atol=1e-5)
     assert not any(row["left_out"] for row in strategy.book.history)
+
+
+def test_data_are_made_once_and_mapped_from_the_disk(tmp_path):
+    made = []
+
+    def make():
+        made.append(1)
+        return np.arange(12, dtype=np.float32).reshape(6, 2), np.arange(6) % 3
+
+    context = HereGrid(None, 3).contexts[1001]
+    assert [type(part) for part in cached(context, make)] == [np.ndarray] * 2
+    context.node_config["state-dir"] = str(tmp_path / "state")
+    for _ in range(2):
+        x, y = cached(context, make)
+        assert isinstance(x, np.memmap)
+        assert np.array_equal(x, np.arange(12).reshape(6, 2))
+        assert np.array_equal(y, np.arange(6) % 3)
+        node_data((x, y)).data.x_train.zero_()  # changes this process's pages alone
+    assert len(made) == 2  # once without a folder, once with it
+    cached(context, make, name="newer")
+    assert sorted(path.name for path in (tmp_path / "state").iterdir()) == ["data-1", "newer-1"]
+    assert len(made) == 3

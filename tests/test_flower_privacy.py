@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("flwr", reason="needs fedagg[flower]")
@@ -9,31 +13,47 @@ pytest.importorskip("flwr", reason="needs fedagg[flower]")
 import numpy as np
 import torch
 from flwr.client.mod import secaggplus_mod
+from flwr.client.mod.secure_aggregation.secaggplus_mod import SecAggPlusState, _collect_masked_vectors
 from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod
 from flwr.common import bytes_to_ndarray
+from flwr.common.secure_aggregation.crypto.symmetric_encryption import generate_shared_key
+from flwr.common.secure_aggregation.quantization import dequantize, quantize
+from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping
+from flwr.supercore.primitives.asymmetric import bytes_to_private_key, bytes_to_public_key
 
 import fedagg
 from fedagg.errors import SettingError
 from fedagg.flower import FedAggStrategy, Privacy, client_app
+from fedagg.flower.masks import mask, with_names
 from fedagg.flower.privacy import epsilon
+from fedagg.flower.secagg import LEVELS, private_answer
 from fedagg.flower.server import split
 from flower_grid import HereGrid, PowerCut, dies_in_round_3
-from test_flower import BAD, NODES, federated, model, node, settings, spoil, trains, with_weights
+from test_flower import BAD, DATA, NODES, PARTS, federated, model, node, settings, spoil, trains, with_weights
 
 
-def secured(grid=None, **changes):
-    grid = grid or HereGrid(client_app(model, node, mods=[secaggplus_mod]), NODES)
+def even(context):
+    """Nodes of 60 samples, sorted by class."""
+    part = torch.as_tensor(np.split(np.concatenate(PARTS), NODES)[context.node_config["partition-id"]])
+    return fedagg.Dataset(DATA.x_train[part], DATA.y_train[part], DATA.x_test[:100], DATA.y_test[:100], classes=10)
+
+
+def secured(grid=None, data=node, **changes):
+    grid = grid or HereGrid(client_app(model, data), NODES)
     strategy = FedAggStrategy(model(), settings(participation=1.0, **changes), secure=True)
     strategy.run(grid, wait=0)
     return strategy, grid
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedagg", "fedcm", "feddyn"])
-def test_secure_aggregation_gives_the_same_model(method):
-    """Within what SecAgg+ rounds: numbers in [-8, 8] to 22 bits."""
-    clear, _ = federated(algorithm=method, participation=1.0)
-    strategy, _ = secured(algorithm=method)
+@pytest.mark.parametrize(
+    ("method", "data"), [("fedavg", node), ("fedadam", node), ("fedagg", even), ("fedcm", even), ("feddyn", even)]
+)
+def test_secure_aggregation_gives_the_same_model(method, data):
+    """Within what SecAgg+ rounds: numbers in [-8, 8] to 22 bits. Methods that average plainly do so where nodes are of one size."""
+    clear = FedAggStrategy(model(), settings(algorithm=method, participation=1.0))
+    clear.run(HereGrid(client_app(model, data), NODES), wait=0)
+    strategy, _ = secured(algorithm=method, data=data)
     start = clear.layout.pack(model()).w
     gone = (clear.server.model.w - start).norm()
     assert (strategy.server.model.w - clear.server.model.w).norm() < 0.02 * gone
@@ -42,7 +62,8 @@ def test_secure_aggregation_gives_the_same_model(method):
 
 
 def test_under_secure_aggregation_no_message_holds_an_update():
-    """Every vector that leaves a node is masked: uniform over the modulus, and uncorrelated with the node's update."""
+    """The one vector that leaves a node is masked: uniform over the modulus, and uncorrelated with the node's update. There is no
+    second one: from two sums with different weights the update of a node of another size than the rest could be worked out."""
     clear, seen = federated(algorithm="fedagg", participation=1.0, rounds=1)
     updates = {
         m.metadata.src_node_id: m.content["arrays"]["weights"].numpy() - clear.layout.pack(model()).w.numpy()
@@ -56,14 +77,92 @@ def test_under_secure_aggregation_no_message_holds_an_update():
             assert all(len(record) == 0 for record in message.content.array_records.values())
             for record in message.content.config_records.values():
                 if "masked_params" in record:
-                    masked[message.metadata.src_node_id] = bytes_to_ndarray(record["masked_params"][1])
+                    weight, vector = (bytes_to_ndarray(part) for part in record["masked_params"])
+                    assert weight.shape == (1,)
+                    masked[message.metadata.src_node_id] = vector
     assert sorted(masked) == sorted(updates)
-    assert strategy.book.history[0]["bytes_up"] == sum(vectors.nbytes for vectors in masked.values())
-    for sender, vectors in masked.items():
-        share = vectors.reshape(3, -1)[0] / 2.0**32
+    assert strategy.book.history[0]["bytes_up"] == sum(vector.nbytes for vector in masked.values())
+    for sender, vector in masked.items():
+        assert vector.shape == updates[sender].shape
+        share = vector / 2.0**32
         assert abs(share.mean() - 0.5) < 0.02
         assert abs(share.std() - 12**-0.5) < 0.02
         assert abs(np.corrcoef(share, updates[sender])[0, 1]) < 0.06
+
+
+def test_a_mask_depends_on_the_whole_secret():
+    """Secrets that Flower folds into the same 32 bits give masks that have nothing in common."""
+    one = bytes(range(32))
+    two = one[4:] + one[:4]  # the same words in another order
+    assert np.array_equal(*(pseudo_rand_gen(secret, 2**32, [(50,)])[0] for secret in (one, two)))
+    first, second = (mask(secret, 2**32, [(1,), (4999,)]) for secret in (one, two))
+    assert [part.shape for part in first] == [(1,), (4999,)]
+    a, b = np.concatenate(first) / 2.0**32, np.concatenate(second) / 2.0**32
+    assert abs(np.corrcoef(a, b)[0, 1]) < 0.06
+    assert abs(np.corrcoef(a[1:], a[:-1])[0, 1]) < 0.06
+    assert max(part.max() for part in mask(one, 2**10, [(9999,)])) == 2**10 - 1
+    assert all(np.array_equal(x, y) for x, y in zip(first, mask(one, 2**32, [(1,), (4999,)]), strict=True))
+
+
+def unmasked(vector, own, folded):
+    """The attack: the server opens a node's own mask, as it should; of the mask that two nodes share it tries 32-bit seeds."""
+    for seed in folded:
+        for generator in (pseudo_rand_gen, mask):
+            private = generator(own, 2**32, [(1,), vector.shape])[1]
+            shared = generator(int(seed).to_bytes(4, "little"), 2**32, [(1,), vector.shape])[1]
+            for guess in ((vector - private + shared) % 2**32, (vector - private - shared) % 2**32):
+                if guess.max() < 2**23:  # an update is near the middle of 2^22 levels, what is still masked is anywhere
+                    return guess
+    return None
+
+
+@pytest.mark.parametrize("masks", ["Flower's", "ours"])
+def test_masks_cannot_be_tried_out(masks, monkeypatch):
+    """With Flower's generator the update of one of two nodes is found by trying seeds; with ours it is not. Of the 2^32 seeds, the
+    one that Flower uses and a few more are tried."""
+    if masks == "Flower's":
+        names = {"pseudo_rand_gen": pseudo_rand_gen}
+        collect = with_names(_collect_masked_vectors, **names)
+        monkeypatch.setattr("fedagg.flower.masks._protocol", with_names(secaggplus_mod, _collect_masked_vectors=collect))
+    grid = HereGrid(client_app(model, node), 2)
+    FedAggStrategy(model(), settings(clients=2, participation=1.0, rounds=1, algorithm="fedavg"), secure=True).run(grid, wait=0)
+    sent = {
+        message.metadata.src_node_id: bytes_to_ndarray(record["masked_params"][1]).astype(np.int64)
+        for message, _ in grid.received
+        if trains(message)
+        for record in message.content.config_records.values()
+        if "masked_params" in record
+    }
+    state = SecAggPlusState(**grid.contexts[1000].state.config_records["secaggplus_state"])
+    key = generate_shared_key(bytes_to_private_key(state.sk1), bytes_to_public_key(state.public_keys_dict[1001][0]))
+    folded = int(np.bitwise_xor.reduce(np.frombuffer(key, "<u4")))
+    found = unmasked(sent[1000], state.rd_seed, [0, 1, 2**31, folded])
+    if masks == "ours":
+        assert found is None
+        return
+    clear, seen = federated_pair()
+    update = (
+        next(m for m, _ in seen.received if trains(m)).content["arrays"]["weights"].numpy() - clear.layout.pack(model()).w.numpy()
+    )
+    share = 30 / 50  # of the larger node's samples, by which SecAgg+ scales
+    assert np.allclose(found * 16.0 / 2**22 - 8.0, share * update, rtol=0, atol=1e-5)
+
+
+def federated_pair():
+    grid = HereGrid(client_app(model, node), 2)
+    strategy = FedAggStrategy(model(), settings(clients=2, participation=1.0, rounds=1, algorithm="fedavg"))
+    strategy.run(grid, wait=0)
+    return strategy, grid
+
+
+def test_flowers_own_masks_are_refused():
+    with pytest.raises(SettingError, match=r"mods = .*guessed"):
+        client_app(model, node, mods=[secaggplus_mod])
+
+
+def test_a_version_of_flower_with_other_names_is_refused():
+    with pytest.raises(SettingError, match=r"secure = True: Flower .* does not know"):
+        with_names(_collect_masked_vectors, another_generator=mask)
 
 
 def test_secure_aggregation_survives_a_node_that_leaves():
@@ -74,10 +173,16 @@ def test_secure_aggregation_survives_a_node_that_leaves():
                 self.gone = {1003}  # after it has shared its keys, before it sends its vector
             return super().send_and_receive(messages, timeout=timeout)
 
-    strategy, _ = secured(Leaving(client_app(model, node, mods=[secaggplus_mod]), NODES), algorithm="fedagg")
+    strategy, _ = secured(Leaving(client_app(model, node), NODES), algorithm="fedagg")
     assert strategy.about[1]["left_out"] == {"3": "no answer in time"}
     assert [row["clients"] for row in strategy.about] == [[0, 1, 2, 3], [0, 1, 2], [0, 1, 2]]
     assert strategy.book.history[-1]["loss"] < strategy.book.history[0]["loss"]
+
+
+def test_a_sum_of_more_nodes_than_the_modulus_holds_is_refused():
+    FedAggStrategy(model(), settings(clients=2048, participation=0.5), secure=True)
+    with pytest.raises(SettingError, match="1024 clients a round, not 1025"):
+        FedAggStrategy(model(), settings(clients=1025, participation=1.0), secure=True)
 
 
 def test_secure_aggregation_needs_a_model_without_buffers():
@@ -117,9 +222,9 @@ def test_central_clipping_and_noise_wrap_the_strategy():
 CLIP = 0.2  # shorter than any update here
 
 
-def private(privacy, tamper=None, data=node, out=None, quiet=False, **changes):
+def private(privacy, tamper=None, data=node, out=None, quiet=False, secure=False, **changes):
     grid = HereGrid(client_app(model, data, quiet=quiet), NODES, tamper)
-    strategy = FedAggStrategy(model(), settings(participation=1.0, **changes), privacy=privacy, out=out)
+    strategy = FedAggStrategy(model(), settings(participation=1.0, **changes), privacy=privacy, out=out, secure=secure)
     strategy.run(grid, wait=0)
     return strategy, grid
 
@@ -259,6 +364,55 @@ def test_under_privacy_a_round_does_not_tell_who_answered():
     assert not torch.equal(silent.server.model.w, silent.layout.pack(model()).w)
 
 
+@pytest.mark.parametrize("method", ["fedavg", "fedagg"])
+def test_noise_goes_with_secure_aggregation(method):
+    """The sum is that of the clipped updates, as without masks; all that leaves a node is masked, and its sample count."""
+    clear, _ = private(Privacy(CLIP, 1e-9), algorithm=method)
+    veiled, grid = private(Privacy(CLIP, 1e-9), algorithm=method, secure=True)
+    gone = (clear.server.model.w - clear.layout.pack(model()).w).norm()
+    assert (veiled.server.model.w - clear.server.model.w).norm() < 1e-4 * gone
+    assert [row["epsilon"] for row in veiled.book.history] == [row["epsilon"] for row in clear.book.history]
+    for message, _ in grid.received:
+        if trains(message):
+            told = {name: dict(record) for name, record in message.content.config_records.items() if len(record)}
+            assert told.keys() <= {"secaggplus_configs", "fitres.num_examples", "fitres.status"}
+            assert told.get("fitres.num_examples", {"num_examples": 1}) == {"num_examples": 1}
+    # However the protocol ends, there is a sum: here it is noise alone.
+    silent, _ = private(Privacy(CLIP, 1.0), lambda sent, reply: [], algorithm="fedavg", rounds=1, secure=True)
+    noise = (silent.server.model.w - silent.layout.pack(model()).w).double()
+    assert float(noise.std()) == pytest.approx(CLIP / NODES, rel=0.05)
+
+
+def test_rounding_under_the_masks_does_not_lengthen_an_update():
+    """Whatever SecAgg+ makes of an update that was clipped on the node is no longer than the noise covers."""
+    delta = torch.randn(7850, generator=torch.Generator().manual_seed(0)) * 100
+    chunk = SimpleNamespace(delta=delta[None])
+    record = private_answer(chunk, CLIP).array_records["fitres.parameters"]
+    (sent,) = (array.numpy() for array in record.values())
+    lengths = [np.linalg.norm(dequantize(quantize([sent], CLIP, LEVELS), CLIP, LEVELS)[0]) for _ in range(5)]
+    assert 0.999 * CLIP < min(lengths) <= max(lengths) <= CLIP
+
+
+@pytest.mark.parametrize(("options", "rounds"), [({}, 4), ({"estimator": "probe"}, 2)])
+def test_a_run_ends_before_it_tells_too_much(options, rounds, tmp_path):
+    """Five sums would be over the limit. FedAgg's probe takes two a round."""
+    most = epsilon(4, 0.5, 1e-5) * 1.001
+    privacy = Privacy(CLIP, 1.0, ledger=str(tmp_path / "ledger.jsonl"), epsilon_max=most)
+    first, _ = private(privacy, out=tmp_path / "first", algorithm="fedagg", rounds=9, **options)
+    assert first.done == rounds
+    result = json.loads((tmp_path / "first" / "result.json").read_text())
+    assert result["rounds"] == rounds
+    assert result["epsilon"] == first.book.history[-1]["epsilon"] == epsilon(4, 1.0, 1e-5)
+    assert result["epsilon_replaced"] == pytest.approx(epsilon(4, 0.5, 1e-5))
+    # Another run on the same nodes has nothing left to tell; one that goes on with a higher limit has.
+    second, grid = private(privacy, out=tmp_path / "second", algorithm="fedagg", rounds=9, **options)
+    assert second.done == 0
+    assert not any(trains(message) for message, _ in grid.sent)
+    more = replace(privacy, epsilon_max=2 * most)
+    again, _ = private(more, out=tmp_path / "first", algorithm="fedagg", rounds=rounds + 1, **options)
+    assert again.done == rounds + 1
+
+
 def test_noise_does_not_move_what_is_frozen():
     grid = HereGrid(client_app(lambda: model("lenet5"), node), NODES)
     strategy = FedAggStrategy(
@@ -274,10 +428,9 @@ def test_noise_does_not_move_what_is_frozen():
 
 def test_privacy_refuses_what_it_cannot_cover():
     normalised = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    for module, options in ((normalised, {}), (model(), {"secure": True}), (model(), {"robust": "median"})):
-        secure = options.pop("secure", False)
+    for module, options in ((normalised, {}), (model(), {"robust": "median"})):
         with pytest.raises(SettingError, match="privacy"):
-            FedAggStrategy(module, settings(**options), privacy=Privacy(1.0, 1.0), secure=secure)
+            FedAggStrategy(module, settings(**options), privacy=Privacy(1.0, 1.0))
     for method in ("scaffold", "feddyn"):
         with pytest.raises(SettingError, match="updates alone"):
             private(Privacy(1.0, 1.0), algorithm=method, rounds=1)
@@ -289,6 +442,8 @@ def test_privacy_refuses_what_it_cannot_cover():
 def test_privacy_is_a_setting():
     _, own = split({"clients": 2, "clipping-norm": 1, "noise-multiplier": 0.5})
     assert own == {"privacy": Privacy(1.0, 0.5)}
+    _, own = split({"clients": 2, "clipping-norm": 1.0, "noise-multiplier": 0.5, "epsilon-max": 8, "ledger": "/srv/ledger.jsonl"})
+    assert own == {"privacy": Privacy(1.0, 0.5, ledger="/srv/ledger.jsonl", epsilon_max=8.0)}
     with pytest.raises(SettingError, match="clipping-norm"):
         split({"clients": 2, "noise-multiplier": 0.5})
 
@@ -337,5 +492,5 @@ def test_a_seed_in_the_nodes_own_code_does_not_give_its_noise_away():
 
 def test_a_quiet_node_refuses_to_send_more_than_an_update():
     strategy, _ = private(None, quiet=True, algorithm="scaffold", rounds=1)
-    assert all("needs a method that asks for updates alone" in why for why in strategy.about[0]["left_out"].values())
+    assert strategy.about[0]["left_out"] == {str(k): "failed: setting quiet" for k in range(NODES)}
     assert len(strategy.about[0]["left_out"]) == NODES

@@ -35,3 +35,8 @@ def up(work: Work, model: Model, epochs: int, represented: int = 0) -> int:
     if work.trace:
         vectors += (2 * epochs + 1) * len(model.w)
     return FLOAT * vectors + NUMBER * epochs + ANSWER
+
+
+def tested(model: Model, asked: int, answered: int) -> int:
+    """Bytes of an evaluation on the nodes: the model to each, and three numbers back."""
+    return asked * FLOAT * (len(model.w) + len(model.buffers)) + answered * 3 * NUMBER

@@ -1,13 +1,10 @@
-"""`fedagg flower`: a template project, keys for a federation, and letting its nodes in."""
+"""`fedagg flower`: a template project, keys for a federation, and what its operator does: nodes, runs, logs."""
 
 from __future__ import annotations
 
-import os
-import re
+import json
 import shlex
-import shutil
-import subprocess
-import sys
+from dataclasses import asdict
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -18,12 +15,13 @@ import typer
 from fedagg import files
 from fedagg.errors import FedaggError, SettingError
 
-app = typer.Typer(help="A real federation on Flower: a project to start from, keys, nodes.", no_args_is_help=True)
+app = typer.Typer(help="A real federation on Flower: a project to start from, keys, nodes, runs.", no_args_is_help=True)
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="the project's folder")]
 # Always in the server's certificate: Flower's own processes talk over loopback.
 LOCAL = ("localhost", "127.0.0.1", "::1")
-KNOWN = "Public key already in use"  # what flwr says of a key that is registered
+Json = Annotated[bool, typer.Option("--json", help="as JSON")]
+Run = Annotated[int | None, typer.Argument(metavar="[RUN]", help="its number; the newest, if none is given")]
 
 
 @app.command()
@@ -60,25 +58,105 @@ def keys(
 def register(folder: Folder) -> None:
     """Tell the running SuperLink which nodes may join: those with a public key in DIR/keys. To add a node, put its key there
     and say it again."""
-    flwr = shutil.which("flwr", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
-    if flwr is None:
-        raise FedaggError("the command flwr was not found: pip install 'fedagg[flower]'")
+    from fedagg.flower.control import Control, Unreachable
+
     public = sorted((folder / "keys").glob("node-*.pub"))
     if not public:
         raise SettingError("DIR", str(folder), "has no keys/node-*.pub; make them with: fedagg flower keys DIR")
-    home = {**os.environ, "FLWR_HOME": str((folder / ".flwr").resolve())}
-    failures: dict[str, list[str]] = {}  # what flwr said -> of which keys
-    for key in public:
-        words = [flwr, "supernode", "register", str(key), "deployment"]
-        done = subprocess.run(words, env=home, capture_output=True, text=True, check=False)
-        said = " ".join(re.sub("[\u2500-\u257f]", " ", done.stdout + done.stderr).split())  # without the box around it
-        if done.returncode and KNOWN not in said:
-            failures.setdefault(said[-300:], []).append(key.name)
-        else:
-            typer.echo(f"registered {'already: ' if done.returncode else ''}{key}")
+    failures: list[str] = []
+    with Control(folder) as control:
+        for key in public:
+            try:
+                new = control.register(key)
+            except Unreachable:
+                raise
+            except FedaggError as error:
+                failures.append(str(error))
+            else:
+                typer.echo(f"registered {'' if new else 'already: '}{key}")
     if failures:
-        causes = "; ".join(f"{', '.join(keys)}: {said}" for said, keys in failures.items())
-        raise FedaggError(f"{sum(map(len, failures.values()))} of {len(public)} keys were not registered: {causes}")
+        raise FedaggError(f"{len(failures)} of {len(public)} keys were not registered: {'; '.join(failures)}")
+
+
+@app.command()
+def run(
+    folder: Folder,
+    run_config: Annotated[list[str] | None, typer.Option(help='settings, such as "rounds=10 lr=0.1"; may be repeated')] = None,
+    restarts: Annotated[int, typer.Option(min=0, help="how often a run that fails is started again")] = 0,
+    patience: Annotated[float, typer.Option(min=0, help="seconds to wait for a SuperLink that is down")] = 120.0,
+) -> None:
+    """Start a run and stay with it until it ends. The exit status says whether it came to its end."""
+    from fedagg.flower.control import Control, settings
+
+    overrides = settings(folder, run_config or [])
+    with Control(folder) as control:
+        ended = control.see_through(folder, overrides, restarts, patience, lambda text: typer.echo(text, nl=False))
+    typer.echo(f"run {ended.run} is complete")
+
+
+@app.command()
+def status(folder: Folder, as_json: Json = False) -> None:
+    """Runs that the SuperLink knows, and how many nodes are there."""
+    from fedagg.flower.control import Control
+
+    with Control(folder) as control:
+        runs, known = control.runs(), control.nodes()
+    online = sum(row.status == "online" for row in known)
+    if as_json:
+        typer.echo(json.dumps({"runs": [asdict(row) for row in runs], "nodes": len(known), "online": online}))
+        return
+    typer.echo(f"{online} of {len(known)} nodes are online")
+    for row in runs:
+        typer.echo(f"run {row.run}  {row.status:9}  {row.since}  {row.details}".rstrip())
+
+
+@app.command()
+def nodes(folder: Folder, as_json: Json = False) -> None:
+    """Nodes that may join, and which of them are there."""
+    from fedagg.flower.control import Control
+
+    with Control(folder) as control:
+        known = control.nodes()
+    if as_json:
+        typer.echo(json.dumps([asdict(row) for row in known]))
+        return
+    for row in known:
+        typer.echo(f"{row.name or '?':12}  {row.status:10}  {row.since}  {row.node}")
+
+
+@app.command()
+def revoke(folder: Folder, node: Annotated[str, typer.Argument(metavar="NODE", help="the name of its key, or its id")]) -> None:
+    """Shut a node out, at once and for good: its key is not taken again."""
+    from fedagg.flower.control import Control
+
+    with Control(folder) as control:
+        gone = control.revoke(node)
+    key = folder / "keys" / f"{gone.name}.pub"
+    if gone.name and key.exists():
+        key.rename(key.with_suffix(".revoked"))  # or the next `register` would let it in again
+    typer.echo(f"revoked {gone.name or gone.node}")
+
+
+@app.command()
+def log(folder: Folder, which: Run = None) -> None:
+    """The log of a run, as far as it has come and then as it goes on."""
+    from fedagg.flower.control import Control
+
+    with Control(folder) as control:
+        control.log(control.latest(which).run, lambda text: typer.echo(text, nl=False))
+
+
+@app.command()
+def stop(folder: Folder, which: Run = None) -> None:
+    """Stop a run. It goes on after its last whole round when it is started again."""
+    from fedagg.flower.control import Control
+
+    with Control(folder) as control:
+        row = control.latest(which)
+        if row.status in ("completed", "failed", "stopped"):
+            raise SettingError("RUN", row.run, f"is over already: {row.status}")
+        control.stop(row.run)
+    typer.echo(f"stopped run {row.run}")
 
 
 def copy(source: Traversable, target: Path) -> None:

@@ -10,8 +10,9 @@ except ModuleNotFoundError:
     raise MissingError("fedagg.flower", "flwr", "flower") from None
 
 from fedagg.flower.client import client_app
+from fedagg.flower.data import cached
 from fedagg.flower.privacy import Privacy
 from fedagg.flower.server import server_app
 from fedagg.flower.strategy import FedAggStrategy
 
-__all__ = ["FedAggStrategy", "Privacy", "client_app", "server_app"]
+__all__ = ["FedAggStrategy", "Privacy", "cached", "client_app", "server_app"]

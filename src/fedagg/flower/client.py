@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
+import fedagg
 from fedagg import algorithms, files, plugins
 from fedagg.engines.base import Setting
 from fedagg.engines.sequential import Sequential
@@ -30,6 +31,7 @@ from fedagg.federation import pick_device
 from fedagg.flat import Layout
 from fedagg.flower import messages
 from fedagg.flower.data import NodeData, node_data
+from fedagg.flower.kinds import kinds_only
 from fedagg.flower.privacy import planned, updates_only
 from fedagg.memory import ClientMemory
 from fedagg.work import Chunk, ClientOptions, Job, Loss, Report, Work, cross_entropy
@@ -49,22 +51,27 @@ def client_app(
         model: makes the network; the server makes the same one.
         data: the node's own samples; `context.node_config["partition-id"]` says which node it is.
         loss: per-sample loss of (output, target), (B,); cross-entropy by default.
-        mods: Flower mods around training, such as `LocalDpMod`.
+        mods: Flower mods around training, such as `LocalDpMod`; not SecAgg+, which is there already and waits for the server.
         quiet: say nothing beside the update that the server does not know: no losses, no rates of one's own, no test
             results. With `LocalDpMod`, all that leaves the node is then covered by its noise.
     """
+    if any(mod.__module__.startswith("flwr.client.mod.secure_aggregation") for mod in mods if hasattr(mod, "__module__")):
+        raise SettingError(
+            "mods", "SecAgg+ of Flower", "its masks can be guessed; leave it out: `secure = true` is all that is needed"
+        )
     app = ClientApp()
 
-    @app.query()
+    @app.query(mods=[kinds_only])
     def hello(message: Message, context: Context) -> Message:
-        """Who am I: which partition, how many samples, what size of model. Nothing else about the data is told."""
+        """Who am I: which partition, how many samples, what size of model, what version. Nothing else about the data is told."""
         node, layout = node_data(data(context)), Layout(model())
         record = MetricRecord(
             {"client": client_of(context), "num-examples": len(node.data), "weights": layout.d, "buffers": layout.b}
         )
-        return Message(RecordDict({"metrics": record}), reply_to=message)
+        version = ConfigRecord({"fedagg": fedagg.__version__})
+        return Message(RecordDict({"metrics": record, "version": version}), reply_to=message)
 
-    @app.train(mods=list(mods))
+    @app.train(mods=[kinds_only, veil, *mods])
     def train(message: Message, context: Context) -> Message:
         module, node, client = model(), node_data(data(context)), client_of(context)
         order = messages.read_order(message.content, Layout(module))
@@ -88,12 +95,14 @@ def client_app(
             np.random.seed()  # noqa: NPY002
         if order.veil:
             # It stands on the older half of Flower, which nothing else should need.
-            from fedagg.flower.secagg import veiled_answer
+            from fedagg.flower.secagg import private_answer, veiled_answer
 
-            return Message(veiled_answer(chunk, work, len(samples), order.veil), reply_to=message)
+            longest = order.longest
+            answer = veiled_answer(chunk, work, len(samples)) if longest is None else private_answer(chunk, longest)
+            return Message(answer, reply_to=message)
         return Message(messages.write_answer(chunk, at, len(samples)), reply_to=message)
 
-    @app.evaluate()
+    @app.evaluate(mods=[kinds_only])
     def evaluate(message: Message, context: Context) -> Message:
         module, node = model(), node_data(data(context))
         record = MetricRecord({"num-examples": 0})
@@ -105,6 +114,16 @@ def client_app(
         return Message(RecordDict({"metrics": record}), reply_to=message)
 
     return app
+
+
+def veil(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+    """SecAgg+, where the message is part of it."""
+    if "secaggplus_configs" not in message.content.config_records:
+        return call_next(message, context)
+    # It stands on the older half of Flower, which nothing else should need.
+    from fedagg.flower.masks import masked
+
+    return masked(message, context, call_next)
 
 
 def method_of(order: messages.Order, context: Context) -> algorithms.Algorithm:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from flwr.app import Context
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
+from fedagg import files
 from fedagg.data import Dataset
 from fedagg.errors import SettingError
 
@@ -42,3 +50,24 @@ def stacked(samples: Any) -> tuple[torch.Tensor, torch.Tensor]:
     source: Any = samples.dataset if isinstance(samples, DataLoader) else samples
     pairs = [source[i] for i in range(len(source))]
     return torch.stack([torch.as_tensor(x) for x, _ in pairs]), torch.tensor([int(y) for _, y in pairs])
+
+
+def cached(context: Context, make: Callable[[], Sequence[Any]], name: str = "data") -> tuple[np.ndarray, ...]:
+    """The arrays that `make` returns: made once, kept in the node's `state-dir`, and mapped from the disk from then on.
+
+    Flower starts a process for every message, so what a process keeps in memory is gone with the next one. Choose
+    another `name` when the data have changed. A node without a `state-dir` makes them anew every time.
+    """
+    where = context.node_config.get("state-dir")
+    if where is None:
+        return tuple(np.asarray(part) for part in make())
+    folder = Path(str(where)) / f"{name}-{context.node_config.get('partition-id', 0)}"
+    if not folder.exists():
+        aside = files.folder(folder.with_name(f".{folder.name}.{os.getpid()}.part"), "state-dir")
+        for number, part in enumerate(make()):
+            np.save(aside / f"{number}.npy", np.asarray(part), allow_pickle=False)
+        with suppress(OSError):  # another process of the node was faster: its arrays are the same
+            aside.rename(folder)
+        shutil.rmtree(aside, ignore_errors=True)
+    # Copied on write: a page that is changed is this process's own.
+    return tuple(np.load(path, mmap_mode="c", allow_pickle=False) for path in sorted(folder.glob("*.npy")))

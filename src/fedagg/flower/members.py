@@ -10,26 +10,38 @@ from logging import INFO, WARNING, getLogger
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
+import fedagg
+from fedagg.errors import FedaggError
 from fedagg.flat import Layout
 from fedagg.flower.messages import MOST_SAMPLES
 
 log = getLogger("flwr").log
 
 
+class Lonely(FedaggError):
+    """Nobody is there to go on with."""
+
+
 @dataclass
 class Members:
     """The connected nodes by the number of their partition, so that a client is the same whatever id its node has
-    today."""
+    today.
+
+    Nobody is waited for: a new node is asked who it is, rounds go on, and it takes part once it has answered.
+    """
 
     layout: Layout
-    timeout: float = 120.0  # seconds for a node's first answer: it may have to load its data
+    timeout: float = 3600.0  # seconds for a node's first answer: it may have to load its data
     nodes: dict[int, int] = field(default_factory=dict)  # client -> node
     sizes: dict[int, int] = field(default_factory=dict)  # client -> samples
     refused: dict[int, str] = field(default_factory=dict)  # node -> why
     failed: dict[int, str] = field(default_factory=dict)  # node -> what its last hello ended in; it is asked again
+    asked: dict[str, tuple[int, float]] = field(default_factory=dict)  # question -> node, and when its time is over
+    failures: dict[int, int] = field(default_factory=dict)  # node -> hellos in a row that came to nothing
+    rest: dict[int, float] = field(default_factory=dict)  # node -> when it may be asked again
 
     def refresh(self, grid: Grid) -> None:
-        """Forget nodes that left, ask new ones who they are."""
+        """Forget nodes that left, ask new ones who they are, hear what those say that were asked."""
         present = set(grid.get_node_ids())
         for client, node in list(self.nodes.items()):
             if node not in present:
@@ -37,27 +49,50 @@ class Members:
                 del self.nodes[client]
                 self.refused.clear()  # one that was refused may have held the same partition
         self.refused = {node: why for node, why in self.refused.items() if node in present}
-        new = sorted(present - set(self.nodes.values()) - set(self.refused))
-        if not new:
-            return
+        for held in (self.failed, self.failures, self.rest):
+            for node in held.keys() - present:
+                del held[node]
+        self.asked = {question: held for question, held in self.asked.items() if held[0] in present}
+        self.greet(grid, present)
+        self.listen(grid)
+
+    def greet(self, grid: Grid, present: set[int]) -> None:
+        now = time.monotonic()
+        busy = {node for node, _ in self.asked.values()} | {node for node, until in self.rest.items() if now < until}
+        new = sorted(present - set(self.nodes.values()) - set(self.refused) - busy)
         questions = [
             Message(RecordDict({"config": ConfigRecord()}), node, MessageType.QUERY, ttl=self.timeout, group_id="hello")
             for node in new
         ]
-        for reply in sorted(grid.send_and_receive(questions, timeout=self.timeout), key=lambda r: r.metadata.src_node_id):
-            self.enter(reply)
+        if questions:
+            given = zip(grid.push_messages(questions), new, strict=False)
+            self.asked |= {question: (node, now + self.timeout) for question, node in given if question}
 
-    def enter(self, reply: Message) -> None:
-        node = reply.metadata.src_node_id
-        if node in self.nodes.values() or node in self.refused:
-            return  # it says so twice
+    def listen(self, grid: Grid) -> None:
+        """Answers of those that were asked, and whose time is over."""
+        if not self.asked:
+            return
+        for reply in sorted(grid.pull_messages(list(self.asked)), key=lambda r: r.metadata.src_node_id):
+            node, _ = self.asked.pop(reply.metadata.reply_to_message_id, (None, 0.0))
+            if node is not None:
+                self.enter(node, reply)
+        now = time.monotonic()
+        for question, (node, until) in list(self.asked.items()):
+            if now >= until:
+                del self.asked[question]
+                self.fail(node, f"no answer in {self.timeout:g} seconds")
+
+    def enter(self, node: int, reply: Message) -> None:
         if reply.has_error():
             self.fail(node, " ".join(str(reply.error.reason).split()))
             return
         why = None
         facts = dict(next(iter(reply.content.metric_records.values()), {}))
         client, size = facts.get("client"), facts.get("num-examples")
-        if not isinstance(client, int) or not isinstance(size, int) or client < 0 or size < 1:
+        version = str(dict(reply.content.config_records.get("version", {})).get("fedagg"))
+        if version != fedagg.__version__:
+            why = f"it runs fedagg {version}, the server {fedagg.__version__}; install the same on both"
+        elif not isinstance(client, int) or not isinstance(size, int) or client < 0 or size < 1:
             why = "it did not say which partition it holds and how many samples"
         elif size > MOST_SAMPLES:
             why = f"it claims {size} samples, more than a node can hold"
@@ -67,25 +102,42 @@ class Members:
             why = f"partition-id {client} is taken by node {self.nodes[client]}; give every SuperNode its own"
         else:
             self.nodes[client], self.sizes[client] = node, size
-            self.failed.pop(node, None)
+            for held in (self.failed, self.failures, self.rest):
+                held.pop(node, None)
             log(INFO, "client %s joined: node %s, %s samples", client, node, size)
         if why is not None:
             self.refused[node] = why
             log(WARNING, "node %s is left out: %s", node, why)
 
     def fail(self, node: int, why: str) -> None:
-        """It may do better the next time, when its disk is mounted. The log is told once, however often it is asked."""
+        """It may do better the next time, when its disk is mounted: it is asked again, less and less often. The log is told once,
+        however often it fails in the same way."""
         if self.failed.get(node) != why:
             log(WARNING, "node %s is left out until it answers; it failed: %s", node, why)
-        self.failed[node] = why
+        self.failed[node], self.failures[node] = why, self.failures.get(node, 0) + 1
+        self.rest[node] = time.monotonic() + pause(self.failures[node])
 
     def wait(self, grid: Grid, wanted: int, seconds: float) -> None:
-        """Until all are there that should be, or the time is over."""
+        """Until all are known that should be there, or the time is over."""
         end = time.monotonic() + seconds
         while True:
             self.refresh(grid)
-            if len(self.nodes) + len(self.refused) >= wanted or time.monotonic() > end:
+            if len(self.nodes) + len(self.refused) >= wanted or time.monotonic() >= end:
                 return
+            time.sleep(0.5)
+
+    def gather(self, grid: Grid, least: int, seconds: float) -> None:
+        """Until so many can take part. Raises Lonely when the time is over."""
+        end, told = time.monotonic() + seconds, False
+        while True:
+            self.refresh(grid)
+            if len(self.nodes) >= least:
+                return
+            if time.monotonic() >= end:
+                raise Lonely(f"{len(self.nodes)} nodes are there after {seconds:g} seconds, {least} are needed")
+            if not told:
+                log(WARNING, "%s nodes are there, %s are needed: waiting up to %g seconds", len(self.nodes), least, seconds)
+                told = True
             time.sleep(0.5)
 
     def client(self, node: int) -> int | None:
@@ -94,3 +146,8 @@ class Members:
     def names(self, clients: Iterable[int]) -> dict[str, str]:
         """Node ids by client for the record; as text, because JSON readers round 64-bit numbers."""
         return {str(client): str(self.nodes[client]) for client in clients if client in self.nodes}
+
+
+def pause(failures: int) -> float:
+    """Seconds before a node is asked again who it is: none at first, up to ten minutes in the end."""
+    return 0.0 if failures < 3 else min(600.0, 5.0 * 2.0 ** min(failures - 3, 10))

@@ -47,7 +47,8 @@ class Order:
     method: str
     options: dict[str, Any]
     custom: tuple[str, ...] = ()  # which of `loss` and `step` are the method's own
-    veil: float = 0.0  # under secure aggregation, what sample counts are divided by
+    veil: bool = False  # is it under secure aggregation?
+    longest: float | None = None  # and, with noise, the greatest length of the answer
 
 
 def arrays(model: Model) -> ArrayRecord:
@@ -173,7 +174,8 @@ def read_order(content: RecordDict, layout: Layout) -> Order:
         method=str(config.get("method", "")),
         options=json.loads(config.get("options", "{}")),
         custom=tuple(str(name) for name in config.get("custom", ()) if name in ("loss", "step")),
-        veil=float(config.get("veil", 0.0)),
+        veil=bool(config.get("veil", False)),
+        longest=config.get("longest"),
     )
 
 

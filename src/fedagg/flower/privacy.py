@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -29,11 +30,15 @@ class Privacy:
         clipping_norm: the greatest length of a client's update; longer ones are shortened to it.
         noise_multiplier: deviation of the noise in the sum of updates, as a multiple of `clipping_norm`.
         delta: the δ for which the record tells ε.
+        ledger: the file in which all runs on the same nodes keep account; each run has its own in its folder, unless told.
+        epsilon_max: the run ends before ε, for a node whose data are exchanged for others, is greater.
     """
 
     clipping_norm: float
     noise_multiplier: float
     delta: float = 1e-5
+    ledger: str | None = None
+    epsilon_max: float | None = field(default=None, repr=False)  # a run may go on with another one
 
     def __post_init__(self) -> None:
         for name in ("clipping_norm", "noise_multiplier"):
@@ -41,6 +46,10 @@ class Privacy:
                 raise SettingError(name.replace("_", "-"), getattr(self, name), "give a number above 0")
         if not 0 < self.delta < 1:
             raise SettingError("delta", self.delta, "choose a number strictly between 0 and 1, e.g. 1e-5")
+        if self.ledger and not Path(self.ledger).is_absolute():
+            raise SettingError("ledger", self.ledger, "give an absolute path: the server does not run in your folder")
+        if self.epsilon_max is not None and not 0 < self.epsilon_max < math.inf:
+            raise SettingError("epsilon-max", self.epsilon_max, "give a number above 0, or leave it out")
 
     def noisy(self, total: Tensor) -> Tensor:
         """The noise is the system's, not the run's: whoever knows the run's seed must not know it."""
@@ -49,19 +58,22 @@ class Privacy:
 
 
 def epsilon(releases: int, noise_multiplier: float, delta: float) -> float:
-    r"""The ε of so many noisy sums together, exactly.
+    """The ε of so many noisy sums together, exactly: T of multiplier z are as one of z/√T (Dong, Roth, Su 2019)."""
+    return epsilon_of(math.sqrt(releases) / noise_multiplier, delta)
 
-    T Gaussian releases with multiplier z are as one with z/√T (Dong, Roth, Su 2019), and with μ = √T/z that one has
-    $\delta = \Phi(-ε/μ + μ/2) - e^ε\,\Phi(-ε/μ - μ/2)$ (Balle, Wang 2018). That a round may have asked only some of the
-    clients is not counted in favour.
+
+def epsilon_of(mu: float, delta: float) -> float:
+    r"""The ε of Gaussian noise as long as 1/μ of what one client can move the sum.
+
+    It has $\delta = \Phi(-ε/μ + μ/2) - e^ε\,\Phi(-ε/μ - μ/2)$ (Balle, Wang 2018). Sums of different noise together have the root of
+    the sum of their μ² (Dong, Roth, Su 2019). That a round may have asked only some of the clients is not counted in favour.
     """
-    mu = math.sqrt(releases) / noise_multiplier
 
     def exceeds(eps: float) -> bool:
         upper, lower = torch.special.log_ndtr(torch.tensor([-eps / mu + mu / 2, -eps / mu - mu / 2], dtype=torch.float64)).tolist()
         return math.exp(upper) - math.exp(min(upper, eps + lower)) > delta  # rounding must not lift the second above the first
 
-    if releases == 0 or not exceeds(0.0):
+    if mu == 0 or not exceeds(0.0):
         return 0.0
     low, high = 0.0, 1.0
     while exceeds(high):
@@ -85,6 +97,10 @@ def updates_only(work: Work, who: str) -> None:
         raise SettingError(who, True, "needs a method that asks for updates alone, such as fedavg, fedadam, fedcm or fedagg")
 
 
+def clipped(delta: Tensor, longest: float) -> Tensor:
+    return delta * min(1.0, longest / max(float(delta.norm()), 1e-30))
+
+
 @dataclass
 class PrivateClients(Clients):
     """Participants of whom the algorithm, the record and the nodes learn one noisy sum.
@@ -101,21 +117,26 @@ class PrivateClients(Clients):
         assert self.privacy is not None
         updates_only(work, "privacy")
         model, work = self.model, self.downlink.send(work, self.t, self.passes)
+        total = self.pooled(model, work, self.privacy.clipping_norm)
+        self.release()
+        self.passes += 1
+        mean = (self.privacy.noisy(total) / len(self.ids)).to(model.w)
+        return self.told(mean if work.mask is None else mean * work.mask, work, model)  # what is frozen is known to stand still
+
+    def pooled(self, model: Model, work: Work, longest: float) -> Tensor:
+        """The sum of the updates, each cut to the longest length allowed."""
         total, answered = torch.zeros(len(model.w), dtype=torch.float64), 0
         for chunk in self.engine.run(model, work, self.jobs(), None):
             for job, delta in zip(chunk.jobs, chunk.delta.double(), strict=True):
                 answered += 1
                 self.samples_seen += len(job.samples) * self.epochs
-                if not math.isfinite(length := float(delta.norm())):
+                if not math.isfinite(float(delta.norm())):
                     self.left_out[job.client] = "not finite"
                     continue
-                total += delta * min(1.0, self.privacy.clipping_norm / max(length, 1e-30))
-        self.release()
-        self.passes += 1
+                total += clipped(delta, longest)
         self.bytes_down += len(self.ids) * wire.down(work, model, self.downlink.bits)
         self.bytes_up += answered * wire.up(work, model, self.epochs)
-        mean = (self.privacy.noisy(total) / len(self.ids)).to(model.w)
-        return self.told(mean if work.mask is None else mean * work.mask, work, model)  # what is frozen is known to stand still
+        return total
 
     def told(self, mean: Tensor, work: Work, model: Model) -> Outcome:
         """The noisy mean update as an outcome in which every client did what the mean did."""

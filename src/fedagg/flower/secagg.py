@@ -1,8 +1,9 @@
 """Secure aggregation: rounds in which the server learns sums of updates and nobody's own.
 
-Every method here needs of the clients' vectors only three averages, and of each client a few numbers. Under Flower's
-SecAgg+ the vectors are masked on the nodes, so that only their sums can be read. Flower's protocol is written for its
-older strategies; what it asks of one, `Veil` answers.
+Under Flower's SecAgg+ the vectors are masked on the nodes, so that only their sum can be read. It is one sum, weighted by sample
+counts. A second one with other weights, such as the plain mean, would be a second equation: the update of a node that has as many
+samples as no other could be worked out from the two. What a method needs besides is made of this sum and a few numbers of each
+node. Flower's protocol is written for its older strategies; what it asks of one, `Veil` answers.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from fedagg.aggregate import judge
 from fedagg.clients import Clients, Numbers, Outcome, TooFew
 from fedagg.errors import SettingError
 from fedagg.flat import Model
+from fedagg.flower.masks import mask, unpacked, with_names
 from fedagg.flower.members import Members
 from fedagg.flower.messages import BadAnswer, number, read_report, reported
+from fedagg.flower.privacy import PrivateClients, clipped
 from fedagg.work import Chunk, ClientOptions, Job, Work
 
 CLIP = 8.0  # numbers beyond are cut off before they are masked
-VECTORS = 3
+LEVELS = 2**22  # that a number is rounded to
+NO_SUM = "secure aggregation gave a sum that cannot be"
+MODULUS = 2**32  # of the masks: a sum of more than MODULUS / LEVELS nodes would run over
 
 
-def veiled_answer(chunk: Chunk, work: Work, samples: int, typical: float) -> RecordDict:
-    """On the node: the three vectors to be masked, and the numbers that go in the clear.
-
-    SecAgg+ averages by sample counts. What is to be averaged plainly is divided by the node's own count first.
-    """
-    delta, share = chunk.delta[0], typical / samples
-    vectors = [delta, share * delta, share * delta / chunk.travel[0]]
+def veiled_answer(chunk: Chunk, work: Work, samples: int) -> RecordDict:
+    """On the node: the vector to be masked, and the numbers that go in the clear. SecAgg+ averages by sample counts."""
+    delta = chunk.delta[0]
     along = chunk.delta @ work.field.T if work.field is not None else chunk.delta[:, :0]
     numbers: dict[str, Scalar] = {
         **reported(chunk),
@@ -50,8 +51,22 @@ def veiled_answer(chunk: Chunk, work: Work, samples: int, typical: float) -> Rec
         "along": json.dumps(along[0].tolist()),
         "rates": json.dumps(chunk.rates[0].tolist()),
     }
-    parameters = ndarrays_to_parameters([torch.stack(vectors).cpu().double().numpy()])
-    return fitres_to_recorddict(FitRes(Status(Code.OK, ""), parameters, samples, numbers), keep_input=False)
+    return answer(delta, samples, numbers)
+
+
+def private_answer(chunk: Chunk, longest: float) -> RecordDict:
+    """The same where noise is to hide the node: no longer than allowed, and nothing beside it. Masked numbers are rounded by up to
+    a level each; there is room for that within the length."""
+    delta = chunk.delta[0].cpu().double()
+    if not bool(torch.isfinite(delta).all()):
+        delta = torch.zeros_like(delta)
+    room = 1.0 - 2.0 * math.sqrt(len(delta)) / LEVELS
+    return answer(clipped(delta, room * longest), 1, {})
+
+
+def answer(delta: Tensor, weight: int, numbers: dict[str, Scalar]) -> RecordDict:
+    parameters = ndarrays_to_parameters([delta.cpu().double().numpy()])
+    return fitres_to_recorddict(FitRes(Status(Code.OK, ""), parameters, weight, numbers), keep_input=False)
 
 
 def clear_numbers(told: Any, job: Job, work: Work, local: ClientOptions) -> dict[str, Any]:
@@ -70,8 +85,14 @@ def clear_numbers(told: Any, job: Job, work: Work, local: ClientOptions) -> dict
     return found | {"norm2": norm2, "along": along}
 
 
+def majority(nodes: int) -> int:
+    """Shares that open a node's mask. A node hands out, of every other, a share of its mask or one of its key: with more than half
+    of all shares needed, nobody gets both."""
+    return nodes // 2 + 1
+
+
 def summable(work: Work) -> None:
-    """Refuse work whose answer is more than the three vectors and the numbers."""
+    """Refuse work whose answer is more than an update and the numbers."""
     if work.trace or work.represent is not None:
         fix = "the server sees no node's own vectors; choose a method other than fedgh and the paper's variant of fedagg"
         raise SettingError("secure", True, fix)
@@ -98,7 +119,10 @@ class Veil:
 
 
 class Workflow(SecAggPlusWorkflow):
-    """Flower's SecAgg+, with our orders in the place of its own."""
+    """Flower's SecAgg+, with our orders in the place of its own, and the nodes' masks."""
+
+    collect_masked_vectors_stage = with_names(SecAggPlusWorkflow.collect_masked_vectors_stage, bytes_to_ndarray=unpacked)
+    unmask_stage = with_names(SecAggPlusWorkflow.unmask_stage, pseudo_rand_gen=mask)
 
     def setup_stage(self, grid: Any, context: Any, state: Any) -> bool:
         ready = bool(super().setup_stage(grid, context, state))
@@ -118,6 +142,46 @@ class Messenger(Protocol):
     def order(self, model: Model, work: Work, job: Job, t: int, step: int) -> Message: ...
 
 
+def collect(clients: Clients, strategy: Messenger, model: Model, work: Work, longest: float | None = None) -> dict[int, FitRes]:
+    """Ask all participants under SecAgg+. The answers that came hold the mean of the updates, by sample counts; where updates are
+    cut to a longest length, the plain one. Nobody's, if the protocol broke off."""
+    assert strategy.grid is not None
+    strategy.ask([])  # the protocol has its own four rounds of messages: wait for the strategy's turn to receive
+    jobs = clients.jobs()
+    orders: dict[int, RecordDict] = {}
+    for job in jobs:
+        content = strategy.order(model, work, job, clients.t, clients.passes).content
+        content.config_records["config"]["veil"] = True
+        if longest is not None:
+            content.config_records["config"]["longest"] = longest
+        orders[strategy.members.nodes[job.client]] = content
+    veil = Veil(orders)
+    state = RecordDict({"config": ConfigRecord({"current_round": clients.t + 1}), "parameters": ArrayRecord()})
+    context = LegacyContext(Context(0, 0, {}, state, {}), strategy=veil)  # type: ignore[arg-type]
+    flow = Workflow(
+        1.0,
+        majority(len(jobs)),
+        max_weight=1.0 if longest is not None else float(max(len(job.samples) for job in jobs)),
+        clipping_range=CLIP if longest is None else longest,
+        quantization_range=LEVELS,
+        modulus_range=MODULUS,
+        timeout=strategy.timeout,
+    )
+    clients.bytes_down += len(jobs) * wire.down(work, model, clients.downlink.bits)
+    try:
+        flow(strategy.grid, context)
+    except (LookupError, TypeError, ValueError) as error:
+        # Flower's protocol takes what nodes send on trust, and does not say whose message it could not read.
+        clients.left_out.update({job.client: f"secure aggregation broke off: {type(error).__name__}" for job in jobs})
+        return {}
+    answers = {job.client: veil.answers.get(strategy.members.nodes[job.client]) for job in jobs}
+    given = {client: answer for client, answer in answers.items() if answer is not None}
+    clients.left_out.update({job.client: "no answer in time" for job in jobs if job.client not in given})
+    clients.bytes_up += len(given) * 4 * len(model.w)  # masked numbers travel as 32-bit integers
+    clients.samples_seen += sum(len(job.samples) for job in jobs if job.client in given) * clients.epochs
+    return given
+
+
 @dataclass
 class VeiledClients(Clients):
     """Participants whose updates the server sees in sums only. One bad update cannot be taken out again: it spoils
@@ -126,41 +190,15 @@ class VeiledClients(Clients):
     strategy: Messenger | None = None
 
     def train(self, work: Work) -> Outcome:
-        strategy = self.strategy
-        assert strategy is not None
-        assert strategy.grid is not None
+        assert self.strategy is not None
         summable(work)
-        strategy.ask([])  # the protocol has its own four rounds of messages: wait for the strategy's turn to receive
         model, work = self.model, self.downlink.send(work, self.t, self.passes)
         jobs = {job.client: job for job in self.jobs()}
-        sizes = {client: len(job.samples) for client, job in jobs.items()}
-        typical = sum(sizes.values()) / len(sizes)
-        orders: dict[int, RecordDict] = {}
-        for job in jobs.values():
-            content = strategy.order(model, work, job, self.t, self.passes).content
-            content.config_records["config"]["veil"] = typical
-            orders[strategy.members.nodes[job.client]] = content
+        given = collect(self, self.strategy, model, work)
         self.passes += 1
-        veil = Veil(orders)
-        state = RecordDict({"config": ConfigRecord({"current_round": self.t + 1}), "parameters": ArrayRecord()})
-        context = LegacyContext(Context(0, 0, {}, state, {}), strategy=veil)  # type: ignore[arg-type]
-        flow = Workflow(1.0, 0.5, max_weight=float(max(sizes.values())), clipping_range=CLIP, timeout=strategy.timeout)
-        try:
-            flow(strategy.grid, context)
-        except (LookupError, TypeError, ValueError) as error:
-            # Flower's protocol takes what nodes send on trust, and does not say whose message it could not read.
-            self.left_out.update(dict.fromkeys(sizes, f"secure aggregation broke off: {type(error).__name__}"))
-            raise TooFew from None
-
-        answers = {client: veil.answers.get(strategy.members.nodes[client]) for client in sizes}
-        self.left_out.update({client: "no answer in time" for client, answer in answers.items() if answer is None})
-        given = {client: answer for client, answer in answers.items() if answer is not None}
-        self.bytes_down += len(sizes) * wire.down(work, model, self.downlink.bits)
-        self.bytes_up += len(given) * 8 * VECTORS * len(model.w)  # masked numbers travel as 64-bit integers
-        if len(given) < max(strategy.quorum, 2):
+        if len(given) < max(self.strategy.quorum, 2):
             raise TooFew
-        self.samples_seen += sum(sizes[client] for client in given) * self.epochs
-        self.outcome = replace(self.summed(given, jobs, typical, model, work), sent=work.field)
+        self.outcome = replace(self.summed(given, jobs, model, work), sent=work.field)
         return self.outcome
 
     def numbers(self, given: dict[int, FitRes], jobs: dict[int, Job], work: Work) -> list[dict[str, Any]]:
@@ -175,7 +213,7 @@ class VeiledClients(Clients):
             raise TooFew
         return rows
 
-    def summed(self, given: dict[int, FitRes], jobs: dict[int, Job], typical: float, model: Model, work: Work) -> Outcome:
+    def summed(self, given: dict[int, FitRes], jobs: dict[int, Job], model: Model, work: Work) -> Outcome:
         rows = self.numbers(given, jobs, work)
 
         def column(name: str) -> Tensor:
@@ -187,23 +225,46 @@ class VeiledClients(Clients):
         if any(causes):
             self.left_out.update({client: why for client, why in zip(given, causes, strict=True) if why})
             raise TooFew
-        sums = parameters_to_ndarrays(next(iter(given.values())).parameters)[0]
-        if sums.shape != (VECTORS, len(model.w)) or not np.isfinite(sums).all():
-            self.left_out.update(dict.fromkeys(given, "secure aggregation gave a sum that cannot be"))
+        if (mean := mean_of(given, model)) is None:
+            self.left_out.update(dict.fromkeys(given, NO_SUM))
             raise TooFew
-        mean, plain, velocity = torch.from_numpy(np.ascontiguousarray(sums, dtype=np.float32)).to(model.w).unbind()
+        mean = mean.to(model.w)
         size = torch.tensor([float(len(jobs[client].samples)) for client in given], dtype=torch.float64)
-        evenly = float(size.sum()) / (typical * len(given))
+        theta = size / size.sum()
+        travel = (rates * self.local.gains(steps / self.epochs)).sum(1) * steps / self.epochs
         told["along"] = told["along"].view(len(given), -1)
         return Outcome(
             **told,
             clients=list(given),
             mean=mean,
-            plain=evenly * plain,
-            velocity=evenly * velocity,
+            plain=mean,
+            velocity=mean / float(theta @ travel),
             buffers=model.buffers,
             size=size,
             weight=size,
-            theta=size / size.sum(),
-            travel=(rates * self.local.gains(steps / self.epochs)).sum(1) * steps / self.epochs,
+            theta=theta,
+            travel=travel,
         )
+
+
+@dataclass
+class VeiledPrivateClients(PrivateClients):
+    """Participants whose updates the server sees in sums only, and the rest of the world in noisy sums. The nodes cut their own
+    updates, for nobody else sees them. Whatever goes wrong, the round tells a sum: then it is noise alone."""
+
+    strategy: Messenger | None = None
+
+    def pooled(self, model: Model, work: Work, longest: float) -> Tensor:
+        assert self.strategy is not None
+        given = collect(self, self.strategy, model, work, longest)
+        if given and (mean := mean_of(given, model)) is not None:
+            return mean * len(given)
+        self.left_out.update(dict.fromkeys(given, NO_SUM))
+        return torch.zeros(len(model.w), dtype=torch.float64)
+
+
+def mean_of(given: dict[int, FitRes], model: Model) -> Tensor | None:
+    """The mean that the protocol gave every answer; None of one that cannot be."""
+    (mean,) = parameters_to_ndarrays(next(iter(given.values())).parameters)
+    fits = mean.shape == model.w.shape and np.isfinite(mean).all()
+    return torch.from_numpy(np.ascontiguousarray(mean, dtype=np.float64)) if fits else None

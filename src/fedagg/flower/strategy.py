@@ -25,7 +25,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from torch import nn
 
 import fedagg
-from fedagg import algorithms, files, record
+from fedagg import algorithms, files, record, wire
 from fedagg.checkpoint import Checkpoint
 from fedagg.clients import Clients, TooFew
 from fedagg.config import Config
@@ -33,21 +33,28 @@ from fedagg.errors import FedaggError, SettingError
 from fedagg.federation import describe, describe_clients
 from fedagg.flat import Layout, Model
 from fedagg.flower import messages
+from fedagg.flower.closing import Closing
 from fedagg.flower.conversation import Conversation
-from fedagg.flower.members import Members
+from fedagg.flower.ledger import Enough, Ledger
+from fedagg.flower.members import Lonely, Members
 from fedagg.flower.messages import BadAnswer, Order
-from fedagg.flower.privacy import Privacy, PrivateClients, epsilon
+from fedagg.flower.monitor import exposition
+from fedagg.flower.privacy import Privacy, PrivateClients
 from fedagg.server import Server
 from fedagg.work import Chunk, Job, Memory, Work
 
 log = getLogger("flwr").log
 NEVER = (-1, -1)
-RELEASES = "releases"  # the file that counts noisy sums
+FIGURES = "metrics.prom"  # for Prometheus, after every round
+LEDGER = "ledger.jsonl"  # the run's own account of noisy sums
 # Settings of the configuration that nothing here would heed.
 SIMULATED = ("normalize", "validation", "dropout_rate", "straggler_rate", "corrupt_rate", "flip_rate")
-LATE = "no answer in time"
+MOST_VEILED = 1024  # more would run over the modulus of SecAgg+
+GREETING = 120.0  # seconds at least that a node has to say who it is: nobody waits for it
+LATE, GONE = "no answer in time", "left during the round"
 # What Flower itself answers for a node, in the record's words.
-CAUSES = {ErrorCode.MESSAGE_UNAVAILABLE: LATE, ErrorCode.NODE_UNAVAILABLE: "left during the round"}
+CAUSES = {ErrorCode.MESSAGE_UNAVAILABLE: LATE, ErrorCode.NODE_UNAVAILABLE: GONE}
+ABSENT = (LATE, GONE)
 Ask = Callable[[list[Message]], list[Message]]
 
 
@@ -112,6 +119,7 @@ class Turn:
     remarks: dict[int, str] = field(default_factory=dict)
     tests: list[Message] = field(default_factory=list)  # the questions of the evaluation
     skipped: bool = True  # until there is a new model
+    kept: bool = False  # nobody answered: it is to be done again
 
 
 class FedAggStrategy(Strategy):
@@ -123,7 +131,10 @@ class FedAggStrategy(Strategy):
         out: the run folder on the server. One that holds a run already is gone on with.
         timeout: seconds that a node has for its answer.
         quorum: usable answers that a round needs; with fewer it is skipped.
-        secure: aggregate under Flower's SecAgg+; the ClientApp needs `mods=[secaggplus_mod]`.
+        patience: seconds to wait for nodes when fewer than the quorum are there, or none answers. Then the run ends with an error,
+            and the same command goes on with the same round.
+        close_at: share of those asked whose answers end a round; the rest are left out of it.
+        secure: aggregate under Flower's SecAgg+, so that the server sees the sum of all updates and nobody's own.
         privacy: clip updates and add noise to their sum, before the method makes anything of it.
     """
 
@@ -135,24 +146,36 @@ class FedAggStrategy(Strategy):
         out: str | Path | None = None,
         timeout: float = 3600.0,
         quorum: int = 1,
+        patience: float = 600.0,
+        close_at: float = 1.0,
         secure: bool = False,
         privacy: Privacy | None = None,
     ) -> None:
         self.module, self.config, self.timeout, self.quorum = module, config, timeout, quorum
-        self.secure, self.privacy = secure, privacy
+        self.secure, self.privacy, self.patience, self.close_at = secure, privacy, patience, close_at
         self.layout = Layout(module)
         if self.layout.d == 0:
             raise SettingError("model", type(module).__name__, "has no trainable parameters")
         if secure and self.layout.b:
             raise SettingError("secure", True, "needs a model without buffers; use group instead of batch normalisation")
-        if privacy is not None and (secure or self.layout.b or config.robust != "mean"):
-            raise SettingError("privacy", True, "needs a model without buffers, robust = 'mean', and secure = false")
+        if secure and config.per_round > MOST_VEILED:
+            raise SettingError(
+                "secure", True, f"takes up to {MOST_VEILED} clients a round, not {config.per_round}; lower participation"
+            )
+        if privacy is not None and (self.layout.b or config.robust != "mean"):
+            raise SettingError("privacy", True, "needs a model without buffers, and robust = 'mean'")
         if privacy is not None and quorum != 1:
             raise SettingError("quorum", quorum, "under privacy no round may depend on who answers; leave it out")
+        if not 1 <= quorum <= config.per_round:
+            raise SettingError("quorum", quorum, f"choose 1 to {config.per_round}, the clients that a round asks")
+        if not 0 < close_at <= 1:
+            raise SettingError("close-at", close_at, "choose a share above 0 and up to 1")
+        if close_at < 1 and (secure or privacy is not None):
+            raise SettingError("close-at", close_at, "secure aggregation and privacy need all answers there are; leave it out")
         for name in SIMULATED:
             if (value := getattr(config, name)) != Config.model_fields[name].default:
                 raise SettingError(name, value, "is for simulations: nodes have their own data and faults; leave it out")
-        self.members = Members(self.layout)
+        self.members = Members(self.layout, max(timeout, GREETING))
         algorithm = algorithms.build(config.method, config.flat())
         self.options = algorithms.options(config.method, config.flat())
         if (secure or privacy is not None) and type(algorithm).weigh is not algorithms.Algorithm.weigh:
@@ -161,9 +184,10 @@ class FedAggStrategy(Strategy):
         self.server = Server(config, algorithm, module, torch.device("cpu"))
         self.server.connect(lambda: sorted(self.members.nodes), self.enlist)
         self.accepted: dict[int, tuple[int, int]] = {}
-        self.done, self.seconds, self.releases = 0, 0.0, 0
+        self.done, self.seconds = 0, 0.0
         self.token = secrets.randbits(62)  # of this run, so that nodes do not take what they remember of another for it
         self.turn: Turn | None = None
+        self.silent: float | None = None  # since when nobody has answered
         self.grid: Grid | None = None
         self.extra = ConfigRecord()
         self.ask: Ask = list
@@ -179,17 +203,34 @@ class FedAggStrategy(Strategy):
             self.book = record.Record(folder, config, environment)
         if self.book.resumed is not None:
             self.restore(self.book.resumed)
-        self.releases = max(self.releases, self.counted())
+        self.ledger: Ledger | None = None
+        if privacy is not None:
+            path = folder / LEDGER if folder is not None else None
+            self.ledger = Ledger(privacy, Path(privacy.ledger) if privacy.ledger else path)
 
     # What Flower asks of a strategy, in the order it asks.
 
     def run(self, grid: Grid, wait: float = 600.0) -> Result:
         """All rounds that are still to be done."""
+        grid = Closing(grid, self.close_at) if self.close_at < 1 else grid
         with self.book:
             self.members.wait(grid, self.config.clients, wait)
-            result = self.start(grid, self.arrays(), num_rounds=self.config.rounds - self.done, timeout=self.timeout)
+            try:
+                result = self.start(grid, self.arrays(), num_rounds=self.config.rounds - self.done, timeout=self.timeout)
+                while self.done < self.config.rounds:  # rounds that nobody answered are still to be done
+                    result = self.start(grid, self.arrays(), num_rounds=self.config.rounds - self.done, timeout=self.timeout)
+            except Lonely as why:
+                raise FedaggError(f"round {self.done + 1}: {why}; {self.advice()}") from None
+            except Enough:
+                result = Result()
+                log(WARNING, "the run ends after %s of %s rounds: one more would pass epsilon-max", self.done, self.config.rounds)
             self.finish(result.arrays if result.arrays else self.arrays())
         return result
+
+    def advice(self) -> str:
+        if self.book.folder is None:
+            return "nothing was kept: with `out` the next run could go on from here"
+        return "nothing is lost: when they are back, run the same command again, and it goes on with this round"
 
     def summary(self) -> None:
         c = self.config
@@ -203,15 +244,13 @@ class FedAggStrategy(Strategy):
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         began = time.perf_counter()
+        if self.ledger is not None and self.ledger.exhausted():
+            raise Enough
         self.grid, self.extra = grid, config
-        self.members.refresh(grid)
+        self.members.gather(grid, self.quorum, self.patience)
         self.server.model = messages.read_model(arrays, self.layout)  # a wrapper may have added its noise
         clients = self.server.clients(self.done)
         self.turn = Turn(self.done, clients, began)
-        if len(clients.ids) < self.quorum:
-            there = len(clients.ids)
-            log(WARNING, "round %s is skipped: %s nodes are there, %s are needed", self.done + 1, there, self.quorum)
-            return []
         self.turn.talk = Conversation(self.play)
         self.turn.talk.start()
         return self.turn.talk.question or []
@@ -228,6 +267,7 @@ class FedAggStrategy(Strategy):
         if turn.skipped:
             causes = ", ".join(f"client {k}: {v}" for k, v in sorted(turn.clients.left_out.items()))
             log(WARNING, "round %s leaves the model as it was: under %s usable answers (%s)", turn.t + 1, self.quorum, causes)
+            self.hear(turn)
             return None, None
         for client, why in sorted(turn.clients.left_out.items()):
             log(WARNING, "round %s goes on without client %s: %s", turn.t + 1, client, why)
@@ -242,6 +282,8 @@ class FedAggStrategy(Strategy):
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         assert self.turn is not None
         turn = self.turn
+        if turn.kept:
+            return []
         self.server.model = messages.read_model(arrays, self.layout)
         self.server.settle(turn.t)
         if not self.server.due(turn.t):
@@ -254,6 +296,10 @@ class FedAggStrategy(Strategy):
         """The nodes' own test results, weighted by their test samples; and the round's end: record, checkpoint."""
         assert self.turn is not None
         turn = self.turn
+        if turn.kept:
+            self.turn = None
+            return None
+        self.silent = None
         row = describe(turn.t, turn.clients, self.server.algorithm, turn.skipped)
         scores: dict[int, tuple[int, float, float]] = {}
         asked = {test.metadata.message_id: self.members.client(test.metadata.dst_node_id) for test in turn.tests}
@@ -274,14 +320,19 @@ class FedAggStrategy(Strategy):
             row["loss"] = sum(size * loss for size, loss, _ in scores.values()) / total
             row["accuracy"] = sum(size * accuracy for size, _, accuracy in scores.values()) / total
             row["tested"] = len(scores)
-        if self.privacy is not None:
-            row["epsilon"] = epsilon(self.releases, self.privacy.noise_multiplier, self.privacy.delta)
+        if turn.tests:
+            row["bytes_tests"] = wire.tested(self.server.model, len(turn.tests), len(scores))
+        if self.ledger is not None:
+            row |= self.ledger.spent()
+            log(INFO, "ε is %.4g, %.4g for a node whose data are exchanged", row["epsilon"], row["epsilon_replaced"])
         row["seconds"] = round(time.perf_counter() - turn.began, 6)
         about = describe_clients(turn.t, turn.clients) | {"nodes": self.members.names(turn.clients.ids)}
         if turn.remarks:
             about["remarks"] = {str(client): text for client, text in sorted(turn.remarks.items())}
         self.about.append(about)
         self.book.round(row, about)
+        if self.book.folder is not None:
+            files.write(self.book.folder / FIGURES, exposition(self.book.history, about, self.config.rounds))
         self.done, self.seconds = turn.t + 1, self.seconds + row["seconds"]
         self.book.checkpoint(self.snapshot())
         self.turn = None
@@ -296,21 +347,37 @@ class FedAggStrategy(Strategy):
         best = {"best_accuracy": max(row["accuracy"] for row in scored)} if scored else {}
         facts = {"algorithm": self.config.algorithm, "seed": self.config.seed, "rounds": self.done}
         facts |= {"left_out": left_out} if (left_out := self.book.unheard()) else {}
-        self.book.result(facts | last | best | {"seconds": round(self.seconds, 3)})
+        spent = self.ledger.spent() if self.ledger is not None else {}
+        self.book.result(facts | last | best | spent | {"seconds": round(self.seconds, 3)})
 
     # The parts of a round.
+
+    def hear(self, turn: Turn) -> None:
+        """A round that was skipped because nobody answered is no round: it is done again. How long has this been going on?"""
+        causes = turn.clients.left_out
+        if not all(causes.get(client) in ABSENT for client in turn.clients.ids):
+            return
+        turn.kept = True
+        self.silent = self.silent or turn.began
+        log(WARNING, "round %s is done again: nobody answered", turn.t + 1)
+        if time.perf_counter() - self.silent > self.patience:
+            raise Lonely(f"nobody has answered for {self.patience:g} seconds")
 
     def enlist(self, t: int, **shared: Any) -> Clients:
         """The participants of round t; `shared` is what the server knows of them."""
         left_out: dict[int, str] = {}
         kind: Callable[..., Clients] = Clients
+        private: dict[str, Any] = {}
+        if self.ledger is not None:
+            private = {"privacy": self.privacy, "release": partial(self.ledger.book, self.token, t)}
         if self.secure:
             # It stands on the older half of Flower, which nothing else should need.
-            from fedagg.flower.secagg import VeiledClients
+            from fedagg.flower.secagg import VeiledClients, VeiledPrivateClients
 
-            kind = partial(VeiledClients, strategy=self)
-        if self.privacy is not None:
-            kind = partial(PrivateClients, privacy=self.privacy, release=self.release)
+            veiled = partial(VeiledPrivateClients, **private) if private else VeiledClients
+            kind = partial(veiled, strategy=self)
+        elif private:
+            kind = partial(PrivateClients, **private)
         return kind(
             engine=Remote(self, t, left_out),
             t=t,
@@ -365,33 +432,16 @@ class FedAggStrategy(Strategy):
         if client is not None:
             self.remark(client, "answered too late; not used")
 
-    def release(self) -> None:
-        """A noisy sum is about to be used. It is counted on the disk first: a server that is stopped now, and does the round
-        again, shows another."""
-        self.releases += 1
-        if self.book.folder is not None:
-            files.write(self.book.folder / RELEASES, str(self.releases))
-
-    def counted(self) -> int:
-        """The noisy sums that the run has used, as far as the disk knows."""
-        path = self.book.folder / RELEASES if self.book.folder is not None else None
-        if path is None or not path.exists():
-            return 0
-        try:
-            return int(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            raise FedaggError(f"{path}: is damaged, and with it what the run has told; begin a new one") from None
-
     def snapshot(self) -> Checkpoint:
         saved = self.server.freeze(self.done)
         rows = [(client, *tag) for client, tag in sorted(self.accepted.items())]
         saved.tensors["accepted"] = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
-        saved.facts |= {"seconds": self.seconds, "identity": self.identity, "releases": self.releases, "token": self.token}
+        saved.facts |= {"seconds": self.seconds, "identity": self.identity, "token": self.token}
         return saved
 
     def restore(self, saved: Checkpoint) -> None:
         self.done, self.seconds = saved.round, float(saved.facts["seconds"])
         self.server.resume(saved)
-        self.releases, self.token = int(saved.facts["releases"]), int(saved.facts["token"])
+        self.token = int(saved.facts["token"])
         self.accepted = {client: (t, step) for client, t, step in saved.tensors["accepted"].tolist()}
         log(INFO, "going on after round %s", self.done)

@@ -17,8 +17,8 @@ def model() -> nn.Module:
 def data(context: Context) -> Any:
     """This node's own samples: training x and y, test x and y. They never leave the node.
 
-    On a real node, read your files here. It is called for every message: what takes long to read should be read once and
-    kept, with functools.cache for one. For a first try, every node takes its part of a small data set.
+    On a real node, read your files here. It is called for every message, each time in a new process: what takes long to read
+    should be kept on the disk, with fedagg.flower.cached. For a first try, every node takes its part of a small data set.
     """
     node, nodes = int(context.node_config["partition-id"]), int(context.node_config["num-partitions"])
     digits = fedagg.data.load("mnist-mini")

@@ -1,0 +1,33 @@
+"""What a node tells of an error: its kind. The text, in which a sample or a path may stand, is for the node's own log."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable
+from logging import ERROR, getLogger
+
+from flwr.app import Context, Error, Message
+from flwr.common.constant import ErrorCode
+
+from fedagg.errors import SettingError
+
+log = getLogger("flwr").log
+# Python's own classes: their names say nothing about a node's data, as the name of a class of the user's may.
+KINDS = {kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, Exception)}
+# Settings of a node and of its two functions. Others may carry the number of a sample.
+SETTINGS = ("partition-id", "state-dir", "device", "data(context)", "x_train", "y_train", "labels", "quiet", "secure")
+
+
+def kind(error: Exception) -> str:
+    if isinstance(error, SettingError) and error.setting in SETTINGS:
+        return f"setting {error.setting}"
+    return next(parent.__name__ for parent in type(error).__mro__ if parent in KINDS)
+
+
+def kinds_only(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+    """A mod around all that a node does."""
+    try:
+        return call_next(message, context)
+    except Exception as error:
+        log(ERROR, "the server is told %r and no more of this:", kind(error), exc_info=error)
+        return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, kind(error)), reply_to=message)

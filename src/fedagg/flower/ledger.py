@@ -1,0 +1,77 @@
+"""The account of what a federation has told about its nodes: one line for every noisy sum, written before the sum is used.
+
+Runs on the same nodes add up. They do if they keep one ledger.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+from fedagg import files
+from fedagg.errors import FedaggError
+from fedagg.flower.privacy import Privacy, epsilon_of
+
+
+class Enough(Exception):
+    """No more may be told of the nodes."""
+
+
+class Ledger:
+    """Sums told, in a file, or in memory where there is no folder to keep one in."""
+
+    def __init__(self, privacy: Privacy, path: Path | None) -> None:
+        self.privacy, self.path = privacy, path
+        self.lines: list[str] = []
+        if path is not None:
+            files.folder(path.parent, "ledger")
+        if path is not None and path.exists():
+            mend(path)
+        self.read()
+
+    def read(self) -> list[float]:
+        """The noise multipliers of all sums so far."""
+        if self.path is not None and self.path.exists():
+            try:
+                self.lines = self.path.read_text(encoding="utf-8").splitlines()
+            except (OSError, ValueError):
+                raise FedaggError(f"ledger = {str(self.path)!r}: cannot be read, and with it what was told of the nodes") from None
+        try:
+            found = [float(json.loads(line)["noise_multiplier"]) for line in self.lines]
+            if not all(0 < noise < math.inf for noise in found):
+                raise ValueError
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise FedaggError(f"ledger = {str(self.path)!r}: is damaged, and with it what was told of the nodes") from None
+        return found
+
+    def book(self, run: int, t: int) -> None:
+        """A noisy sum is about to be used. It is on the disk first: a server that is stopped now, and does the round again, shows
+        another. Raises Enough where it would tell too much."""
+        if self.exhausted():
+            raise Enough
+        line = json.dumps({"run": f"{run:x}", "round": t + 1, "noise_multiplier": self.privacy.noise_multiplier})
+        self.lines.append(line)
+        if self.path is not None:
+            files.append(self.path, line)
+            files.flush(self.path)
+
+    def spent(self, more: int = 0) -> dict[str, float]:
+        """ε so far, or after so many sums more. `epsilon` is for a node that takes part or sends nothing, `epsilon_replaced` for
+        one whose data are exchanged for others: its update may then move by twice the clipping norm."""
+        noises = self.read() + more * [self.privacy.noise_multiplier]
+        mu = math.sqrt(math.fsum(noise**-2 for noise in noises))
+        return {name: epsilon_of(times * mu, self.privacy.delta) for name, times in (("epsilon", 1), ("epsilon_replaced", 2))}
+
+    def exhausted(self) -> bool:
+        """Would one sum more tell more than may be told?"""
+        most = self.privacy.epsilon_max
+        return most is not None and self.spent(more=1)["epsilon_replaced"] > most
+
+
+def mend(path: Path) -> None:
+    """Take off a last line that a power cut tore: its sum was not used."""
+    held = path.read_bytes()
+    if torn := len(held) - held.rfind(b"\n") - 1:
+        os.truncate(path, len(held) - torn)

@@ -1,0 +1,80 @@
+"""Masks for secure aggregation: a cipher's key stream, keyed with the whole of the secret that two nodes share.
+
+Flower folds that secret into 32 bits and seeds a Mersenne Twister with them. Whoever sees a masked vector can try all seeds in
+minutes, and take the mask off. Here Flower's protocol runs as it is, with another generator under it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+import numpy as np
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from flwr.app import Context, Message
+from flwr.client.mod import secaggplus_mod
+from flwr.client.mod.secure_aggregation.secaggplus_mod import _collect_masked_vectors
+from flwr.common import bytes_to_ndarray, ndarray_to_bytes
+from flwr.supercore.version import package_version
+from numpy.typing import NDArray
+
+from fedagg.errors import SettingError
+
+PURPOSE = b"fedagg: a mask for secure aggregation"
+
+
+def mask(secret: bytes, modulus: int, shapes: list[tuple[int, ...]]) -> list[NDArray[np.int64]]:
+    """Numbers uniform over the modulus, a power of two up to 2^32, that nobody can tell from chance without the secret: AES-256 in
+    counter mode. A secret masks one round's vector, so that no part of the stream is used twice."""
+    assert modulus.bit_count() == 1
+    assert modulus <= 2**32
+    key = HKDF(hashes.SHA256(), length=32, salt=None, info=PURPOSE).derive(secret)
+    stream = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
+
+    def numbers(shape: tuple[int, ...]) -> NDArray[np.int64]:
+        words = np.frombuffer(stream.update(bytes(4 * int(np.prod(shape)))), "<u4")
+        return (words & np.uint32(modulus - 1)).astype(np.int64).reshape(shape)
+
+    return [numbers(shape) for shape in shapes]
+
+
+def packed(numbers: NDArray[np.int64]) -> bytes:
+    """Masked numbers are below 2^32: half of the bytes that Flower sends are zeros."""
+    return ndarray_to_bytes(numbers.astype(np.uint32))
+
+
+def unpacked(data: bytes) -> NDArray[np.int64]:
+    return bytes_to_ndarray(data).astype(np.int64)
+
+
+def with_names(function: Callable[..., Any], **others: Any) -> FunctionType:
+    """A copy of one of Flower's functions that finds other things under some of its names. Flower's own, which other apps of the
+    same process may use, stays as it is."""
+    assert isinstance(function, FunctionType)
+    if not set(others) <= set(names(function.__code__)):
+        fix = f"Flower {package_version} masks in a way that fedagg does not know; install flwr 1.41"
+        raise SettingError("secure", True, fix)
+    copy = FunctionType(function.__code__, {**function.__globals__, **others}, function.__name__, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from names(inner)
+
+
+_collect = with_names(_collect_masked_vectors, pseudo_rand_gen=mask, ndarray_to_bytes=packed)
+_protocol = with_names(secaggplus_mod, _collect_masked_vectors=_collect)
+
+
+def masked(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+    """Flower's SecAgg+ on the node, with masks from `mask`."""
+    reply = _protocol(message, context, call_next)
+    assert isinstance(reply, Message)
+    return reply

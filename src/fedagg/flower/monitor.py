@@ -1,0 +1,88 @@
+"""What a machine reads while a federation runs: figures for Prometheus, and log lines as JSON."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from logging import Formatter, LogRecord, StreamHandler, getLogger
+from typing import Any
+
+# Name in the record, name for Prometheus, what it is. Of the last round, unless it says otherwise.
+FIGURES = (
+    ("round", "round", "rounds done"),
+    ("loss", "loss", "mean loss on the nodes' test samples"),
+    ("accuracy", "accuracy", "mean accuracy on the nodes' test samples"),
+    ("train_loss", "train_loss", "mean loss of the clients' own training"),
+    ("participants", "nodes_asked", "nodes asked to train"),
+    ("seconds", "round_seconds", "duration of the round"),
+    ("epsilon", "epsilon", "privacy spent, for a node that is silent instead"),
+    ("epsilon_replaced", "epsilon_replaced", "privacy spent, for a node that has other data instead"),
+)
+TOTALS = (
+    ("bytes_down", "bytes_down_total", "bytes of numbers sent to nodes for training, all rounds"),
+    ("bytes_up", "bytes_up_total", "bytes of numbers that nodes sent back, all rounds"),
+    ("bytes_tests", "bytes_tests_total", "bytes of numbers sent for evaluation and back, all rounds"),
+    ("seconds", "seconds_total", "time spent in rounds, all rounds"),
+)
+
+
+def exposition(history: Sequence[Mapping[str, Any]], about: Mapping[str, Any], rounds: int) -> str:
+    """The state after the last round in Prometheus' text format. A figure that is not known yet is left out."""
+    last = history[-1]
+    lines: list[str] = []
+
+    def tell(name: str, what: str, kind: str, *values: tuple[str, float]) -> None:
+        lines.extend((f"# HELP fedagg_{name} {what}", f"# TYPE fedagg_{name} {kind}"))
+        lines.extend(f"fedagg_{name}{label} {float(value)!r}" for label, value in values)
+
+    tell("rounds_planned", "rounds that the run is to do", "gauge", ("", rounds))
+    for key, name, what in FIGURES:
+        value = next((row[key] for row in reversed(history) if key in row), None) if key in ("loss", "accuracy") else last.get(key)
+        if value is not None and math.isfinite(value):
+            tell(name, what, "gauge", ("", value))
+    for key, name, what in TOTALS:
+        tell(name, what, "counter", ("", math.fsum(row.get(key, 0) for row in history)))
+    tell("nodes_answered", "nodes whose answers were used in the last round", "gauge", ("", len(about.get("clients", []))))
+    causes = Counter(kind(cause) for cause in about.get("left_out", {}).values())
+    tell(
+        "nodes_left_out",
+        "nodes left out of the last round, by cause",
+        "gauge",
+        *((f'{{cause="{c}"}}', n) for c, n in causes.items()),
+    )
+    return "\n".join(lines) + "\n"
+
+
+def kind(cause: str) -> str:
+    """A few words, and no number of samples or steps in them: every new value would be a new series."""
+    head = cause.split(",")[0].split(":")[0]
+    return "".join(c for c in " ".join(w for w in head.split() if not any(d.isdigit() for d in w)) if c.isalnum() or c == " ")
+
+
+class Lines(Formatter):
+    """A log line as one JSON object, with its time."""
+
+    def format(self, record: LogRecord) -> str:
+        told = {
+            "time": datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "message": record.getMessage().strip(),
+        }
+        if record.exc_info:
+            told["error"] = self.formatException(record.exc_info)
+        return json.dumps(told, ensure_ascii=False)
+
+
+def log_as_json() -> None:
+    """Flower's log, in which ours is, too: its console handlers write JSON from now on, and no empty lines."""
+    logger = getLogger("flwr")
+    for handler in [handler for handler in logger.handlers if isinstance(handler, StreamHandler)]:
+        lines = StreamHandler(handler.stream)
+        lines.setLevel(handler.level)
+        lines.setFormatter(Lines())
+        lines.addFilter(lambda record: bool(record.getMessage().strip()))
+        logger.removeHandler(handler)
+        logger.addHandler(lines)
