@@ -139,7 +139,7 @@ class Work:
         return rate
 
     def gradient_along(self, moved: Tensor, rate: Tensor) -> Tensor:
-        """field · g of the first mini-batch, (n,), from how far (n, d) the first step of plain SGD has moved at these rates, (n,)."""
+        """field · g of the first mini-batch, (n,), from how far (n, d) the first step of SGD has moved at these rates, (n,)."""
         assert self.field is not None
         along = -(moved @ self.field[0]) / rate.to(moved)
         shift = self.shift(0)

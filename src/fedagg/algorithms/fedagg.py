@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedagg import meanfield, seeding
 from fedagg.algorithms import guard
@@ -70,8 +70,8 @@ class FedAgg(Algorithm):
         return max(LEAST_OWN, math.sqrt(self.state["agreement"]))
 
     def own_rate(self, clients: Clients) -> float:
-        """The rate of a client's own gradient, by trial: all participants train, each at one of several rates. Where they do not tell
-        how their losses fell, the base rate stands."""
+        """The rate of a client's own gradient, by trial: all participants train, each at one of several rates. Where they do not
+        tell how their losses fell, the base rate stands."""
         if self.pace == "base" or not clients.open:
             return self.lr
         low, count = self.lr / SPREAD, len(clients.ids)
@@ -97,8 +97,8 @@ class FedAgg(Algorithm):
         return SHARE * best
 
     def plan(self, clients: Clients) -> Work:
-        """Theorem 1 around the path that the average client is about to take: φ2[k] = w̄ - η_ref k S φ1. The deviation is measured in
-        units of |S φ1|, so that α has none."""
+        """Theorem 1 around the path that the average client is about to take: φ2[k] = w̄ - η_ref k S φ1. The deviation is measured
+        in units of |S φ1|, so that α has none."""
         own, phi1, steps, epochs = self.own_share(), self.state["phi1"], clients.reach, clients.epochs
         pace, norm2 = self.state["rate"] / own, float(phi1.double().square().sum())
         if not norm2:
@@ -159,8 +159,8 @@ class FedAgg(Algorithm):
 
     def look_back(self, out: Outcome) -> None:
         """How did the last step do, on the samples at hand? If it lowered the loss and the lowest point lies beyond its end, in the
-        mean over rounds, the rate grows. It never falls here: below the best pace the loss of a network only gets sharper, and a line
-        search would follow it down for ever."""
+        mean over rounds, the rate grows. It never falls here: below the best pace the loss of a network only gets sharper, and a
+        line search would follow it down for ever."""
         rise, went = out.first - out.behind, self.state["went"]
         change = float(rise.mean())
         fall, bend, error = meanfield.parabola(rise, -self.state["back"] * out.slope)
@@ -174,7 +174,7 @@ class FedAgg(Algorithm):
 
     def average(self, model: Model) -> None:
         """The average of the path, in which later models weigh more (Shamir, Zhang 2013, with η = 8). Where every round lowers the
-        loss, it is the last model; where rounds undo each other, as when few clients with data of their own take part, it is not."""
+        loss, it is the last model; where rounds undo each other, as with few clients whose data differ, it is not."""
         known, swing = self.state["known"], self.state["swing"]
         share = max(9.0 / (known + 8.0), (self.state["trend"] / swing) ** 2 if swing else 1.0)
         self.state["shown"] = self.state["shown"] + share * (model.w - self.state["shown"])
