@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -105,12 +107,15 @@ class Clients:
 
     passes: int = 0
     left_out: dict[int, str] = field(default_factory=dict)
-    reported: dict[int, float] = field(default_factory=dict)  # the training loss of all that answered, left out or not
+    # The first loss of all that answered, left out or not, and the mean over their training.
+    reported: dict[int, tuple[float, float]] = field(default_factory=dict)
     stragglers: dict[int, int] = field(default_factory=dict)  # epochs done by those too slow for all
     bytes_up: int = 0
     bytes_down: int = 0
     samples_seen: int = 0
     outcome: Outcome | None = None
+
+    open: ClassVar[bool] = True  # does a client tell its own numbers, beside its update?
 
     @property
     def epochs(self) -> int:
@@ -147,6 +152,14 @@ class Clients:
         """For a method that goes back to an earlier model: what rounding kept back is of a field that is no more."""
         self.downlink.error = None
 
+    def rehearse(self, work: Work) -> dict[int, tuple[float, float]]:
+        """Let every participant do the work and tell its first loss and the mean over its training. Nothing else comes of it."""
+        left_out, length, outcome = dict(self.left_out), self.yardstick.length, self.outcome
+        with suppress(NoClients):
+            self.train(work)
+        self.left_out, self.yardstick.length, self.outcome = left_out, length, outcome
+        return self.reported
+
     def train(self, work: Work) -> Outcome:
         """Let every participant do the work from the global model, and sum up what comes back."""
         own_steps(work, self.local)
@@ -170,7 +183,8 @@ class Clients:
         usual = max(self.yardstick.length, SMALL_STEP * float(torch.linalg.vector_norm(model.w)))
         causes = judge(lengths, [bool(fit) for fit in gathered.column("fits")], usual, self.drop)
         self.left_out.update({j.client: why for j, why in zip(gathered.jobs, causes, strict=True) if why})
-        self.reported = dict(zip((job.client for job in gathered.jobs), gathered.column("loss"), strict=True))
+        losses = zip(gathered.column("first"), gathered.column("loss"), strict=True)
+        self.reported = dict(zip((job.client for job in gathered.jobs), losses, strict=True))
         self.bytes_down += len(self.ids) * wire.down(work, model, self.downlink.bits)
         self.bytes_up += len(gathered.jobs) * wire.up(work, model, self.epochs, gathered.represented())
         valid = [why is None for why in causes]

@@ -93,10 +93,10 @@ def affine_rates(gram: Tensor, drift: Tensor, alpha: float) -> tuple[Tensor, Ten
     return rate, slope
 
 
-def bound_rates(rates: Tensor, low: float | Tensor, high: float | Tensor, ceiling: float = 0.999) -> Tensor:
-    """Proposition 3 asks for 0 < η ≤ δ < 1. The closed form alone does not promise it, so it is kept: low ≤ η ≤ high < 1."""
+def bound_rates(rates: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
+    """Proposition 3 asks for 0 < η ≤ δ. The closed form alone does not promise it, so it is kept: low ≤ η ≤ high."""
     low, high = torch.as_tensor(low).to(rates), torch.as_tensor(high).to(rates)
-    return rates.clamp(min=low).minimum(high.expand_as(rates)).clamp(max=ceiling)
+    return rates.clamp(min=low).minimum(high.expand_as(rates))
 
 
 def agreement(mean_norm2: float, norm2_mean: float, count: int) -> float:
@@ -126,14 +126,39 @@ def departure(norm2: Tensor, along: Tensor, gram: Tensor, model: Tensor) -> floa
     return float((gap2.clamp_min(0.0) / norm2.clamp_min(1e-30)).sqrt().mean())
 
 
-def distance_pace(distance: float, gradients2: float) -> float:
-    """Distance over gradients (Ivgi, Hinder, Carmon 2023): a step size that needs no tuning.
+def best_rate(losses: dict[float, list[float]], first: float) -> float:
+    """The rate at which clients lose most of their loss, from what they had at rates evenly spaced on a logarithmic scale: the top
+    of the parabola through the best one and its neighbours, at most half-way to either.
+
+    All began at the same model, so all are held against the same `first` loss: a client's own, of one mini-batch, is noise where
+    training begins on a plateau. A loss that is not finite, or twice the first, counts as twice the first."""
+    rates = sorted(losses)
+    worst = first + abs(first)
+    means = [-sum(loss if loss < worst else worst for loss in losses[rate]) / len(losses[rate]) for rate in rates]
+    top = max(range(len(rates)), key=means.__getitem__)
+    if not 0 < top < len(rates) - 1:
+        return rates[top]
+    below, best, above = means[top - 1 : top + 2]
+    bend = below - 2 * best + above
+    shift = max(-0.5, min(0.5, 0.5 * (below - above) / bend)) if bend < 0 else 0.0
+    return float(rates[top] * (rates[top + 1] / rates[top]) ** shift)
+
+
+def parabola(rise: Tensor, slope: Tensor) -> tuple[float, float, float]:
+    r"""The loss along the last step, as a parabola: how steeply it fell at the beginning, how much it bends, and the standard error
+    of that; in the mean over clients.
+
+    Client i saw its loss change by $\delta_i$ over the step, and has the slope $s_i$ along it at its end, both on one mini-batch.
+    The parabola through them bends by $h_i = 2(s_i - \delta_i)$ and began with the slope $s_i - h_i$. It is lowest at the multiple
+    $(h - s)/h$ of the step.
 
     Args:
-        distance: the largest distance from the initial weights so far.
-        gradients2: the sum over rounds of the squared norm of the round's total aggregated gradient.
+        rise: how much the loss rose over the step, (n,).
+        slope: its derivative along the step at the end, (n,).
     """
-    return distance / math.sqrt(gradients2) if gradients2 > 0.0 else 0.0
+    bend = 2 * (slope - rise)
+    error = float(bend.std()) / math.sqrt(len(bend)) if len(bend) > 1 else abs(float(bend.mean()))  # one client tells nothing
+    return float((bend - slope).mean()), float(bend.mean()), error
 
 
 @dataclass(frozen=True)

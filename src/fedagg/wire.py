@@ -14,8 +14,8 @@ from fedagg.flat import Model
 from fedagg.work import Report, Work
 
 FLOAT, NUMBER, FLAG = 4, 8, 1
-# Round, pass, seed, last accepted answer (2), local options (5), bounds and weights (4), form of the field (2).
-ORDER = 16 * NUMBER + 2 * FLAG
+# Round, pass, seed, last accepted answer (2), local options (5), bounds and weights (4), form of the field (2), step back.
+ORDER = 17 * NUMBER + 2 * FLAG
 ANSWER = len(fields(Report)) * NUMBER  # what a client reports, and its samples; the rates, one an epoch, are counted apart
 
 
@@ -25,7 +25,7 @@ def down(work: Work, model: Model, bits: int = quantize.EXACT) -> int:
     rows, d = (len(work.field) if work.field is not None else 0), len(model.w)
     vectors = FLOAT * (d + len(model.buffers)) + quantize.size(rows, d, bits)
     mask = (d + 7) // 8 if work.mask is not None else 0
-    plan = sum(part.numel() for part in (work.rate, work.slope, work.mix) if part is not None)
+    plan = work.rate.shape[-1] + sum(part.numel() for part in (work.slope, work.mix) if part is not None)
     return vectors + mask + NUMBER * plan + ORDER
 
 

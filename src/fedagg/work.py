@@ -7,7 +7,7 @@ An algorithm describes a round's local work as data, a `Work`; an engine carries
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -99,7 +99,7 @@ class Work:
     the gradient of, `step` makes the whole step. Either makes of the client's memory what it likes: it is not subtracted then.
     """
 
-    rate: Tensor  # (L,)
+    rate: Tensor  # (L,), or (n, L) with a row for each participant
     slope: Tensor | None = None  # (L, m)
     low: float = 0.0
     high: float | Tensor = float("inf")  # one bound, or one per client
@@ -109,6 +109,7 @@ class Work:
     prox: float = 0.0
     memory: bool = False  # subtract the client's own remembered vector, and let it remember
     mask: Tensor | None = None  # (d,): 0 where a weight must not move
+    behind: float = 0.0  # how far back along the field, w̄ + behind · field, the first mini-batch's loss is taken, too
     trace: bool = False  # keep every epoch's mean gradient and starting point
     represent: str | None = None  # the head whose input is averaged per class after training (FedGH)
     loss: ClientLoss | None = None  # loss(learner, x, y): the loss of every sample, (B,)
@@ -123,13 +124,26 @@ class Work:
         """Is the client's memory subtracted from its direction?"""
         return self.memory and not self.custom
 
-    def rates(self, epoch: int, w: Tensor, start: Tensor, high: float | Tensor) -> Tensor:
+    def of(self, positions: Sequence[int]) -> Work:
+        """The work as these participants see it: where each has a rate or a bound of its own, theirs."""
+        at = list(positions)
+        rate = self.rate if self.rate.dim() == 1 else self.rate[at]
+        return replace(self, rate=rate, high=self.high[at] if isinstance(self.high, Tensor) else self.high)
+
+    def rates(self, epoch: int, w: Tensor, start: Tensor) -> Tensor:
         """η_{i,l} of clients that stand at `w` (n, d) and began the round at `start` (d,): (n,)."""
-        rate = self.rate[epoch].to(w).expand(len(w))
+        rate = self.rate[..., epoch].to(w).expand(len(w))
         if self.slope is not None and self.field is not None:
             direction = self.slope[epoch].to(w) @ self.field
-            rate = bound_rates(rate + (w - start) @ direction, self.low, high)
+            rate = bound_rates(rate + (w - start) @ direction, self.low, self.high)
         return rate
+
+    def gradient_along(self, moved: Tensor, rate: Tensor) -> Tensor:
+        """field · g of the first mini-batch, (n,), from how far (n, d) the first step of SGD has moved at these rates, (n,)."""
+        assert self.field is not None
+        along = -(moved @ self.field[0]) / rate.to(moved)
+        shift = self.shift(0)
+        return along / self.own if shift is None else (along - shift @ self.field[0]) / self.own
 
     def shift(self, epoch: int) -> Tensor | None:
         """The part of the step that is the same for all clients, (d,)."""
@@ -190,6 +204,8 @@ class Report:
 
     loss: Tensor  # mean over the steps made, (n,)
     first: Tensor  # of the first mini-batch, taken on the global model itself, (n,)
+    behind: Tensor  # of the same mini-batch, a step back along the field where the work asks for it, (n,); else 0
+    slope: Tensor  # field · g of the same mini-batch, (n,), where the work asks for it; else 0
     steps: Tensor  # mini-batches in all, (n,)
     rates: Tensor  # η_{i,l}, (n, L); 0 in epochs not made
 

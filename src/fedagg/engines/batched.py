@@ -367,8 +367,15 @@ class Batched:
         short = self.stage(work, n, tail, epochs) if self.whole and tail < batch else None
 
         own = memory.read([job.client for job in jobs]).to(device) if work.memory and memory is not None else None
+        work = work.of([job.position for job in jobs])
+        behind = slope = torch.zeros(n, device=device)
+        if work.behind and work.field is not None:  # a step of no length says what the loss is there
+            stage.begin(Model(model.w + work.behind * work.field[0], model.buffers), work, own, schedule)
+            stage.rate.zero_()
+            with seeded(network, jobs[0].seed, device):
+                self.step(stage, batch)
+            behind = stage.loss.clone()
         stage.begin(model, work, own, schedule)
-        high = work.high[[job.position for job in jobs]].to(device) if isinstance(work.high, Tensor) else work.high
 
         made = torch.tensor([job.epochs for job in jobs], device=device)
         rates = torch.zeros(n, local.epochs, device=device)
@@ -378,7 +385,7 @@ class Batched:
         counts = torch.tensor([local.steps(size) for size in sizes], device=device)
         with seeded(network, jobs[0].seed, device):
             for epoch in range(epochs):
-                rates[:, epoch] = work.rates(epoch, network.w, model.w, high) * (epoch < made)
+                rates[:, epoch] = work.rates(epoch, network.w, model.w) * (epoch < made)
                 stage.rate.copy_(rates[:, epoch : epoch + 1])
                 shift = work.shift(epoch)
                 if stage.shift is not None and shift is not None:
@@ -386,12 +393,12 @@ class Batched:
                 for step in range(per_epoch):
                     if short is not None and step == per_epoch - 1:
                         self.hand_over(stage, short, epoch * per_epoch + step)
-                    elif stage.graph is not None:
-                        stage.graph.replay()
                     else:
-                        stage.step(tail if step == per_epoch - 1 and min(sizes) == max(sizes) else batch)
+                        self.step(stage, tail if step == per_epoch - 1 and min(sizes) == max(sizes) else batch)
                     if epoch == 0 and step == 0:
                         first = stage.loss.clone()
+                        if work.behind:
+                            slope = work.gradient_along(network.w - model.w, rates[:, 0])
                 if gradients is not None and path is not None and stage.mean is not None:
                     gradients[:, epoch] = stage.mean / counts[:, None]
                     stage.mean.zero_()
@@ -408,6 +415,8 @@ class Batched:
             buffers=network.buffers.clone(),
             loss=stage.loss / (counts * made).clamp_min(1),
             first=first,
+            behind=behind,
+            slope=slope,
             rates=rates,
             steps=counts * made,
             local=local,
@@ -417,6 +426,13 @@ class Batched:
             classes=means,
             counts=held,
         )
+
+    def step(self, stage: Stage, width: int) -> None:
+        """One step, replayed where it was captured; `width` is how many samples of it are more than padding."""
+        if stage.graph is not None:
+            stage.graph.replay()
+        else:
+            stage.step(width)
 
     def hand_over(self, stage: Stage, short: Stage, at: int) -> None:
         """Make one step in another batch size: the short stage borrows everything that lives on, and gives it back."""

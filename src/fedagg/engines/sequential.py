@@ -32,16 +32,25 @@ class Sequential:
         space.load(model)
         space.module.train()
         stepper = Stepper(local, space.w)
-        high = work.high[job.position] if isinstance(work.high, Tensor) else work.high
+        work = work.of([job.position])
         rates, losses = torch.zeros(local.epochs, device=s.device), torch.zeros((), device=s.device)
-        first = torch.zeros((), device=s.device)
+        first = behind = slope = torch.zeros((), device=s.device)
         gradients = torch.zeros(local.epochs, s.layout.d, device=s.device) if work.trace else None
         path = torch.zeros(local.epochs + 1, s.layout.d, device=s.device) if work.trace else None
         order, steps, state = job.order().to(s.device), 0, State()
         drawn = job.drawn(local.augment).to(s.device) if local.augment != "none" else None
 
+        if work.behind and work.field is not None:
+            with torch.random.fork_rng(devices=[s.device.index or 0] if s.device.type == "cuda" else []):  # the same dropout again
+                space.w += work.behind * work.field[0]
+                batch = order[0, : local.batch_size]
+                x = s.x[batch] if drawn is None else augmented(s.x[batch], drawn[0, : local.batch_size])
+                with s.rounding():
+                    behind = s.loss(space.module(x), s.y[batch]).mean()
+                space.load(model)
+
         for epoch in range(job.epochs):
-            rate = rates[epoch] = work.rates(epoch, space.w[None], model.w, high)[0]
+            rate = rates[epoch] = work.rates(epoch, space.w[None], model.w)[0]
             shift = work.shift(epoch)
             batches = order[epoch].split(local.batch_size)
             draws = drawn[epoch].split(local.batch_size) if drawn is not None else [None] * len(batches)
@@ -64,7 +73,10 @@ class Sequential:
                         d = d * work.mask
                     space.w -= rate * d
                 losses += gradient.loss
-                first = losses.clone() if steps == 0 else first
+                if steps == 0:
+                    first = losses.clone()
+                    if work.behind:
+                        slope = work.gradient_along((space.w - model.w)[None], rate[None])[0]
                 if gradients is not None:
                     gradients[epoch] += gradient.first / len(batches)
                 steps += 1
@@ -83,6 +95,8 @@ class Sequential:
             buffers=space.statistics()[None],
             loss=losses[None] / max(steps, 1),
             first=first[None],
+            behind=behind[None],
+            slope=slope[None],
             rates=rates[None],
             steps=torch.tensor([steps], device=s.device),
             local=local,

@@ -79,8 +79,9 @@ def vector(record: ArrayRecord, key: str, size: int) -> Tensor:
 
 
 def for_one(work: Work, position: int) -> Work:
-    """The work as one participant sees it, with its own bound of the rate."""
-    return replace(work, high=float(work.high[position])) if isinstance(work.high, Tensor) else work
+    """The work as one participant sees it, with its own rates and its own bound of them."""
+    own = work.of([position])
+    return replace(own, rate=own.rate.view(-1), high=float(own.high))
 
 
 def moved(work: Work, device: torch.device) -> Work:
@@ -109,7 +110,7 @@ def write_order(order: Order, packed: Packed | None) -> tuple[ArrayRecord, Confi
             config[name.replace("_", "-")] = value
     config["optimizer"], config["augment"] = order.local.optimizer, order.local.augment
     config["low"], config["high"], config["own"], config["prox"] = work.low, float(work.high), work.own, work.prox
-    config["memory"], config["trace"] = work.memory, work.trace
+    config["memory"], config["trace"], config["behind"] = work.memory, work.trace, work.behind
     for name, part in (("rate", work.rate), ("slope", work.slope), ("mix", work.mix)):
         if part is not None:
             config[name] = [float(v) for v in part.flatten().tolist()]
@@ -155,6 +156,7 @@ def read_order(content: RecordDict, layout: Layout) -> Order:
         memory=bool(config["memory"]),
         mask=mask,
         trace=bool(config["trace"]),
+        behind=float(config["behind"]),
         represent=config.get("represent"),
         **plan,
     )
@@ -242,7 +244,7 @@ def read_report(told: Any, job: Job, work: Work, local: ClientOptions) -> dict[s
     found["steps"] = due
     if not abs(found["loss"]) < ABSURD:
         return found | {"loss": math.nan}
-    if not abs(found["first"]) < ABSURD:
+    if not (abs(found["first"]) < ABSURD and abs(found["behind"]) < ABSURD and math.isfinite(found["slope"])):
         raise BadAnswer("sent a first loss that cannot be")
     if not possible(torch.tensor(found["rates"], dtype=torch.float64), work, job.position):
         raise BadAnswer("sent rates that cannot be")
@@ -251,10 +253,11 @@ def read_report(told: Any, job: Job, work: Work, local: ClientOptions) -> dict[s
 
 def possible(rates: Tensor, work: Work, position: int) -> bool:
     """Can a node that did the work have come to these rates?"""
+    work = for_one(work, position)
     low = high = work.rate
     if work.slope is not None and work.field is not None:
         ends = torch.tensor([-math.inf, math.inf], dtype=torch.float64)
-        low, high = bound_rates(ends, work.low, for_one(work, position).high).unbind()
+        low, high = bound_rates(ends, work.low, work.high).unbind()
     tiny = torch.finfo(torch.float32).tiny  # what is smaller may arrive as zero
     return bool(((rates >= low * (1 - SLACK) - tiny) & (rates <= high * (1 + SLACK) + tiny)).all())
 

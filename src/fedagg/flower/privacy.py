@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -86,9 +87,10 @@ def epsilon_of(mu: float, delta: float) -> float:
 
 def planned(work: Work, moved: Tensor) -> Tensor:
     """The rates of a client that moves evenly by `moved`, (L,): no client's own, but what the work itself says."""
-    high, epochs = float(torch.as_tensor(work.high).double().mean()), len(work.rate)
+    high, epochs = float(torch.as_tensor(work.high).double().mean()), work.rate.shape[-1]
+    work = replace(work, rate=work.rate.view(-1, epochs).mean(0), high=high)
     path = [(epoch / epochs * moved)[None] for epoch in range(epochs)]
-    return torch.cat([work.rates(epoch, w, torch.zeros_like(moved), high) for epoch, w in enumerate(path)])
+    return torch.cat([work.rates(epoch, w, torch.zeros_like(moved)) for epoch, w in enumerate(path)])
 
 
 def updates_only(work: Work, who: str) -> None:
@@ -110,6 +112,7 @@ class PrivateClients(Clients):
     another's. `outcome` stays empty, so that the record holds nothing of a single client.
     """
 
+    open: ClassVar[bool] = False
     privacy: Privacy | None = None
     release: Callable[[], None] = lambda: None  # called before a noisy sum is used
 
@@ -159,6 +162,8 @@ class PrivateClients(Clients):
             along=ones[:, None] * along.double(),
             loss=torch.zeros(n, dtype=torch.float64),
             first=torch.zeros(n, dtype=torch.float64),
+            behind=torch.zeros(n, dtype=torch.float64),
+            slope=torch.zeros(n, dtype=torch.float64),
             rates=rates.double().expand(n, -1),
             sent=work.field,
         )

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -187,6 +187,7 @@ class VeiledClients(Clients):
     """Participants whose updates the server sees in sums only. One bad update cannot be taken out again: it spoils
     the round."""
 
+    open: ClassVar[bool] = False
     strategy: Messenger | None = None
 
     def train(self, work: Work) -> Outcome:
