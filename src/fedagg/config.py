@@ -343,11 +343,13 @@ def valid(option: Option, value: Any, config: Config) -> Any:
     try:
         if isinstance(value, bool) and option.kind is not bool:
             raise ValueError("true and false are no values of it")
-        return TypeAdapter(form).validate_python(value)
+        made = TypeAdapter(form).validate_python(value)
     except ValueError as error:
         message = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
         about = f" ({option.description})" if option.description else ""
         raise SettingError(option.name, value, f"{message[0].lower()}{message[1:]}{about}") from None
+    refuse_odd(option.name, made, (option.kind,))
+    return made
 
 
 def advice(setting: str, message: str) -> str:
