@@ -29,6 +29,7 @@ from torch.nn import functional
 from fedagg.bench import ours
 from fedagg.bench.task import Task
 from fedagg.engines import batched, choose
+from fedagg.engines.base import set_precision
 from fedagg.errors import first_line
 
 # The README's jobs: model, samples of a client, precision.
@@ -63,7 +64,7 @@ def plain(task: Task, tick: Callable[[], None]) -> None:
     """A loop over clients as a careful engineer writes it."""
     device = torch.device(task.device)
     torch.backends.cudnn.benchmark = True
-    choose.set_precision(task.precision)
+    set_precision(task.precision)
     clients = {i: tuple(part.to(device) for part in task.client(i)) for t in range(task.rounds + 1) for i in task.participants(t)}
     model = task.module().to(device).train()
     start = [p.detach().clone() for p in (*model.parameters(), *model.buffers())]

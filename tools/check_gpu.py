@@ -116,7 +116,7 @@ def convolutions(bench: Bench) -> Iterator[Row]:
 
 def pools(bench: Bench) -> Iterator[Row]:
     from fedagg.engines.fused import FusedPool, WindowPool
-    from fedagg.engines.stacked import MaxPool
+    from fedagg.engines.layers import MaxPool
 
     def check(layer: Any, what: str, exactly: Callable[[Tensor], Tensor], side: int, precision: str) -> Row:
         dtype, _ = bench.set(precision)
@@ -192,9 +192,10 @@ class Branches(nn.Module):
 
 def networks(bench: Bench) -> Iterator[Row]:
     """Gradient, loss and running statistics of two clients, one of which has padding in its batch."""
-    from fedagg.engines.base import Local, Setting
+    from fedagg.engines.base import Setting
     from fedagg.engines.stacked import StackedNetwork
     from fedagg.flat import Model
+    from fedagg.work import ClientOptions
 
     n, batch = 2, 16 if bench.cuda else 4
     live = (batch, batch - batch // 4 - 1)
@@ -207,7 +208,7 @@ def networks(bench: Bench) -> Iterator[Row]:
             scale = torch.zeros(n, batch, device=bench.device)
             for row, count in zip(scale, live, strict=True):
                 row[:count] = 1 / count
-            setting = Setting(module, x, y, 5, Local(epochs=1, batch_size=batch), bench.device, half=precision == "short")
+            setting = Setting(module, x, y, 5, ClientOptions(epochs=1, batch_size=batch), bench.device, half=precision == "short")
             network = StackedNetwork(setting, n, conv="fused")
             if precision == "short":
                 network.dtype = bench.short
