@@ -265,6 +265,9 @@ def no_such_option(name: str, value: object, methods: Sequence[str], partition: 
         own = [option for method in methods for option in declared(known_method(method))]
         return unknown("setting", name, {*SETTINGS, *own}, ELSEWHERE)
     words = f"{listing(methods)} no such option; {listing(others)}"
+    variants = [other.removeprefix(f"{methods[0]}-") for other in others if other.startswith(f"{methods[0]}-")]
+    if len(methods) == 1 and variants:
+        words += f" (--variant {variants[0]})"
     if name == "alpha" and partition.startswith("dirichlet"):
         words += "; the concentration of the Dirichlet partition is sigma"
     return SettingError(name, value, words)
