@@ -340,7 +340,7 @@ BAD = [
     (["--learning-rate", "1"], "Did you mean '--lr'"),
     (["--partition", "shards", "--clients", "4000"], "shards = 2: 4000 clients need 8000 shards"),
     (["--device", "toaster"], "device = 'toaster'"),
-    (["--estimator", "pretrain"], "needs --variant paper"),
+    (["--estimator", "pretrain"], "fedagg-paper has (--variant paper)"),
     (["--algorithm", "fedbabu"], "needs a model with a body"),
     (["--resume", "/nowhere"], "is not a run folder"),
     (["/nowhere.toml"], "there is no such file"),

@@ -21,6 +21,7 @@ from fedagg.algorithms import REGISTRY
 from fedagg.cli import catalogue
 from fedagg.config import make
 from fedagg.errors import FedaggWarning, SettingError
+from fedagg.reproduce.results import Store
 
 REGISTRIES = (REGISTRY, data.REGISTRY, models.ARCHITECTURES, partition.REGISTRY, trackers.TRACKERS)
 SHORT = ["--rounds", "1", "--clients", "4", "--participation", "0.5", "--epochs", "1", "--quiet"]
@@ -156,7 +157,7 @@ def test_a_grid_has_it_in_every_process(own: Path, capsys: pytest.CaptureFixture
         '[[rows]]\nname = "own"\ndataset = "own-data"\nmodel = "own-network"\npartition = "own-split"\n'
     )
     assert call("reproduce", "grid.toml", "--seeds", "1", "--jobs", "2") == 0, capsys.readouterr().err
-    cells = [json.loads(path.read_text())["config"] for path in Path("results/cells").iterdir()]
+    cells = [cell.config for cell in Store(Path("results")).all()]
     assert {cell["algorithm"]: cell.get("share") for cell in cells} == {"own-method": 0.25, "fedavg": None}
 
 

@@ -1,6 +1,6 @@
-"""Every setting of a run, its default, its range, and where its value comes from: option, file, preset, default.
+"""The configuration of a run: its settings and its method's options, and where values come from: option, file, preset, default.
 
-A method's own options are declared in its file. They stand beside the settings wherever people write them, and are checked here.
+Settings are declared in `settings`, options in the file of their method. They stand side by side wherever people write them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, ValidationInfo, field_validator, model_validator
 
 from fedagg import plugins
 from fedagg.errors import FedaggWarning, SettingError, unknown
 from fedagg.options import Option, declared
+from fedagg.settings import Settings
 
 LARGEST = 3.4e38  # that float32 holds
 
@@ -62,67 +63,9 @@ for _preset in PRESETS.values():
     _preset |= {"epochs": 3, "alpha": 0.1, "clients": 100, "participation": 0.2}
 
 
-class Config(BaseModel):
+class Config(Settings):
     """A complete description of a run. Fields are the command line's options, with underscores for hyphens."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
-
-    algorithm: str = Field("fedagg", description="the method: see `fedagg list`")
-    variant: str = Field("default", description="which version of the method, where it has several: default, or paper for FedAgg")
-    dataset: str = Field("mnist-mini", description="the data set, or `custom` for data given from Python")
-    model: str = Field("linear", description="the network, or `custom` for a module given from Python")
-    partition: str = Field("iid", description="how samples are dealt to clients: iid, shards, dirichlet, dirichlet-class")
-    sigma: float = Field(0.6, gt=0, description="concentration of the Dirichlet partitions; inf is IID")
-    shards: int = Field(2, ge=1, description="shards per client in the shards partition")
-    clients: int = Field(100, ge=1, description="clients in the federation")
-    participation: float = Field(
-        0.2, gt=0, le=1, description="share of the clients that takes part in a round, at least one client"
-    )
-    rounds: int = Field(30, ge=1, description="global rounds, the paper's T")
-    epochs: int = Field(3, ge=1, le=10_000, description="local epochs, the paper's L")
-    batch_size: int = Field(32, ge=1, description="mini-batch size")
-    lr: float = Field(0.01, gt=0, lt=1e6, description="base learning rate; FedAgg only starts from it")
-    seed: int = Field(0, ge=0, description="seed of everything: partition, initial weights, participants, batches")
-    validation: float = Field(
-        0.0, ge=0, lt=1, description="share of the training data held back, to report on instead of the test set"
-    )
-    normalize: bool = Field(False, description="standardise inputs per channel instead of scaling them to [0, 1]")
-
-    downlink_bits: int = Field(32, ge=2, le=32, description="bits per number of the mean field sent to clients")
-
-    client_optimizer: Literal["sgd", "adam"] = Field("sgd", description="the clients' optimiser")
-    momentum: float = Field(0.0, ge=0, lt=1, description="momentum of the clients' SGD")
-    weight_decay: float = Field(0.0, ge=0, description="weight decay on the clients")
-    clip: float = Field(0.0, ge=0, description="largest norm of a mini-batch gradient; 0 for no clipping")
-    augment: Literal["none", "crop", "crop-flip"] = Field("none", description="shift (and mirror) images at random in training")
-    norm: Literal["batch", "group", "none"] | None = Field(None, description="normalisation, where the model has any")
-    dropout: float | None = Field(None, ge=0, lt=1, description="the model's dropout, where it has any")
-
-    engine: str = Field("auto", description="where clients run: auto, sequential, batched, distributed")
-    device: str = Field("auto", description="auto, cpu, cuda, cuda:0, ...")
-    precision: Literal["tf32", "fp32", "bf16"] = Field("tf32", description="arithmetic of matrix products on a GPU")
-    chunk: int = Field(0, ge=0, description="clients trained together; 0 for as many as fit into half of a GPU, or 4 GiB")
-    threads: int = Field(0, ge=0, le=4096, description="processor threads; 0 leaves torch's own choice")
-
-    robust: str = Field("mean", description="how updates are combined: mean, clip, median, trimmed")
-    outliers: Literal["drop", "keep"] | None = Field(
-        None, description="clients that moved absurdly far against the others (default drop; keep where robust is not mean)"
-    )
-    trim: float = Field(0.2, ge=0, lt=0.5, description="share cut off at either end by the trimmed mean")
-    dropout_rate: float = Field(0.0, ge=0, le=1, description="simulated faults: share of clients that never answer")
-    straggler_rate: float = Field(0.0, ge=0, le=1, description="simulated faults: share that does fewer epochs")
-    corrupt_rate: float = Field(0.0, ge=0, le=1, description="simulated faults: share that answers nonsense")
-    flip_rate: float = Field(0.0, ge=0, le=1, description="simulated faults: share of hostile, sign-flipping clients")
-    flip_scale: float = Field(1.0, gt=0, lt=1e6, description="simulated faults: what hostile clients multiply by, beside -1")
-
-    average: bool = Field(False, description="report the running average of the global models (for every method)")
-    eval_every: int = Field(1, ge=1, description="evaluate every so many rounds")
-    checkpoint_every: int = Field(
-        0, ge=0, description="rounds between checkpoints; 0 for one every 45 seconds, or less often where they are large"
-    )
-    client_memory: Literal["auto", "ram", "disk"] = Field("auto", description="where per-client vectors live")
-    data_dir: str | None = Field(None, description="where data sets are (default FEDAGG_DATA, else the user's cache)")
-    plugin: tuple[str, ...] = Field((), description="a Python file or module that brings methods, data sets and more")
     options: dict[str, Any] = Field(default_factory=dict, description="the method's own options")
 
     @model_validator(mode="before")
@@ -252,7 +195,7 @@ class Config(BaseModel):
         return tomli_w.dumps({k: list(v) if isinstance(v, tuple) else v for k, v in self.flat().items() if v not in (None, ())})
 
 
-SETTINGS = tuple(name for name in Config.model_fields if name != "options")
+SETTINGS = tuple(Settings.model_fields)
 
 
 def refuse_odd(name: str, value: object, kinds: tuple[Any, ...]) -> None:
@@ -322,6 +265,9 @@ def no_such_option(name: str, value: object, methods: Sequence[str], partition: 
         own = [option for method in methods for option in declared(known_method(method))]
         return unknown("setting", name, {*SETTINGS, *own}, ELSEWHERE)
     words = f"{listing(methods)} no such option; {listing(others)}"
+    variants = [other.removeprefix(f"{methods[0]}-") for other in others if other.startswith(f"{methods[0]}-")]
+    if len(methods) == 1 and variants:
+        words += f" (--variant {variants[0]})"
     if name == "alpha" and partition.startswith("dirichlet"):
         words += "; the concentration of the Dirichlet partition is sigma"
     return SettingError(name, value, words)
@@ -338,18 +284,15 @@ def valid(option: Option, value: Any, config: Config) -> Any:
             if variant != other and value in declared(known_method(other))[option.name].choices:
                 fix = f"needs --variant {variant}; without it, {fix}"
         raise SettingError(option.name, value, fix)
-    limits: dict[str, Any] = dict(option.limits) | ({"allow_inf_nan": False} if option.kind is float else {})
+    refuse_odd(option.name, value, (option.kind,))
+    limits: dict[str, Any] = dict(option.limits)
     form: Any = Annotated[option.kind, Field(**limits)]
     try:
-        if isinstance(value, bool) and option.kind is not bool:
-            raise ValueError("true and false are no values of it")
-        made = TypeAdapter(form).validate_python(value)
-    except ValueError as error:
-        message = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        return TypeAdapter(form).validate_python(value)
+    except ValidationError as error:
+        message = error.errors()[0]["msg"]
         about = f" ({option.description})" if option.description else ""
         raise SettingError(option.name, value, f"{message[0].lower()}{message[1:]}{about}") from None
-    refuse_odd(option.name, made, (option.kind,))
-    return made
 
 
 def advice(setting: str, message: str) -> str:

@@ -100,14 +100,14 @@ register = REGISTRY.register
 
 def sound(name: str, method: type[Algorithm]) -> None:
     """Refuse a method whose options cannot be told from settings of the run, or cannot be left out."""
-    from fedagg.config import Config  # not above: it asks here which methods there are
+    from fedagg.settings import Settings  # not above: methods need torch alone, their registration more
 
     declared(method)
     for one in fields(method):
         if one.name == "lr" and one.default != LR:
             words = f"{origin(method)}.lr is a setting of every run, {LR:g} by default; scale it by an option of another name"
             raise SettingError("algorithm", name, words)
-        if one.init and one.name in Config.model_fields and one.name != "lr":
+        if one.init and one.name in {"options", *Settings.model_fields} and one.name != "lr":
             words = f"{origin(method)}.{one.name} has the name of a setting of every run; choose another name for the field"
             raise SettingError("algorithm", name, words)
         if one.init and one.default is MISSING and one.default_factory is MISSING:

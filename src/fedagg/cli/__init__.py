@@ -32,7 +32,7 @@ COMMANDS = {
     "report": ("report:report", "Make one web page of runs or of a grid: curves, learning rates, drift, tables."),
     "bounds": ("bounds:bounds", "Make a run again and hold it against the paper's bounds: constants, a table, CSV, JSON and PNG."),
     "partition": ("partition:partition", "Show how a data set is split: label counts, client sizes, three distances, over σ too."),
-    "bench": ("bench:bench", "Time FedAvg's rounds: a plain PyTorch loop, our engines, and other simulators that are installed."),
+    "bench": ("bench:bench", "Time FedAvg's rounds: a plain PyTorch loop, our engines, and loops of your own."),
     "data": ("datasets:app", "Data sets: fetch, verify, where they are."),
     "flower": ("flower:app", "A real federation on Flower: a project to start from, keys, nodes."),
 }
