@@ -405,7 +405,7 @@ def test_labels_of_another_kind_are_not_taken_for_classes() -> None:
 
 
 def test_a_run_goes_on_in_its_own_folder(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match="leave out away"):
+    with pytest.raises(SettingError, match="leave out `out`"):
         tiny.job(resume=tmp_path / "one", out=tmp_path / "two")
 
 

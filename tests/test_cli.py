@@ -92,7 +92,7 @@ def test_a_run_folder_repeats_itself(tmp_path: Path) -> None:
         "rate_mean",
         "rate_min",
         "rate_max",
-        "passes",
+        "trainings",
         "participants",
         "left_out",
         "seconds",
@@ -245,7 +245,7 @@ def test_resume_has_its_own_folder(tmp_path: Path, capsys: pytest.CaptureFixture
     capsys.readouterr()
     assert call("run", "--resume", str(tmp_path / "a"), "--rounds", "3", "--out", str(tmp_path / "b")) == 2
     told = capsys.readouterr().err
-    assert "leave --out away" in told
+    assert "leave out --out" in told
     assert told.count("\n") == 1
     assert len(rows(tmp_path / "a")) == 2
 

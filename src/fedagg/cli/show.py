@@ -74,7 +74,7 @@ def results_table(results: list[Result], title: str) -> Table:
     """One row a run: accuracy, local work, bytes, time; the best accuracy in bold."""
     table = Table(title=title, title_justify="left")
     table.add_column("algorithm", no_wrap=True)
-    for name in ("accuracy", "best", "loss", "passes", "MB sent", "seconds"):
+    for name in ("accuracy", "best", "loss", "trainings", "MB sent", "seconds"):
         table.add_column(name, justify="right", no_wrap=True)
     best = max((r.accuracy for r in results), default=0.0)
     for r in results:
