@@ -21,7 +21,6 @@ from fedagg.meanfield import (
     affine_rates,
     agreement,
     bound_rates,
-    distance_pace,
     learning_rates,
     weight_ratio,
 )
@@ -189,7 +188,7 @@ def test_shapes_and_epochs_that_cannot_be_are_refused() -> None:
 def test_bounds_hold_for_every_client() -> None:
     rates = torch.tensor([-1.0, 0.05, 0.3, 7.0])
     assert bound_rates(rates, 0.1, 0.5).tolist() == pytest.approx([0.1, 0.1, 0.3, 0.5])
-    assert bound_rates(rates, 0.0, math.inf).tolist() == pytest.approx([0.0, 0.05, 0.3, 0.999])
+    assert bound_rates(rates, 0.0, math.inf).tolist() == pytest.approx([0.0, 0.05, 0.3, 7.0])
     own = torch.tensor([0.2, 0.01, 0.2, 0.4])  # a bound per client wins over the lower bound
     assert bound_rates(rates, 0.1, own).tolist() == pytest.approx([0.1, 0.01, 0.2, 0.4])
 
@@ -214,11 +213,6 @@ def test_agreement_at_its_ends() -> None:
     assert agreement(1.0, 2.0, 1) == 1.0  # a single client agrees with itself
     assert agreement(0.0, 0.0, 5) == 1.0  # nobody moves
     assert agreement(3.0, 4.0, 3) == pytest.approx((3 * 0.75 - 1) / 2)
-
-
-def test_distance_pace_by_hand() -> None:
-    assert distance_pace(3.0, 36.0) == 0.5
-    assert distance_pace(3.0, 0.0) == 0.0  # no gradient was met yet
 
 
 def test_departure_is_the_distance_from_the_models_end() -> None:
