@@ -181,8 +181,8 @@ class FedAgg(Algorithm):
         return Model(self.state["shown"], model.buffers)
 
     def keep(self, model: Model, usual: float) -> None:
-        """Remember a model that was not broken, the field it was reached with, and what was a usual length before clients trained on
-        it: in a round that breaks the model, absurd ones may be most."""
+        """Remember a model that was not broken, the field it was reached with, and what was a usual length before clients trained
+        on it: in a round that breaks the model, absurd ones may be most."""
         self.state |= {"good/w": model.w, "good/buffers": model.buffers, "good/yardstick": usual}
         self.state |= {f"good/{name}": self.state[name] for name in KEPT}
 
