@@ -102,7 +102,7 @@ def test_the_record_counts_what_the_wire_carries(name, changes):
     for kind, ledger in (("bytes_down", grid.sent), ("bytes_up", grid.received)):
         for row in strategy.book.history:
             here = [(m, size) for m, size in ledger if m.metadata.group_id == str(row["round"]) and trains(m)]
-            assert len(here) == NODES
+            assert len(here) == NODES * row["passes"]
             assert row[kind] == sum(payload(message.content) for message, _ in here)
             tests = [m for ledger in (grid.sent, grid.received) for m, _ in ledger if m.metadata.message_type == "evaluate"]
             mine = [m for m in tests if m.metadata.group_id == str(row["round"])]
@@ -253,7 +253,7 @@ def test_fedagg_leaves_out_rates_beyond_its_bounds(times):
 
 HONEST = [{"algorithm": name} for name in ("fedavg", "fedprox", "feddyn", "scaffold", "fedcm", "fedexp", "fedadam", "fedagg")]
 HONEST += [{"variant": "paper", "estimator": name, "passes": 2} for name in ("probe", "history", "pretrain")]
-HONEST += [{"algorithm": "fedagg", "estimator": "probe", "downlink_bits": 3, "rounds": 8}]
+HONEST += [{"algorithm": "fedagg", "downlink_bits": 3, "rounds": 8}]
 
 
 @pytest.mark.parametrize("changes", HONEST)
@@ -717,7 +717,7 @@ def test_a_round_that_is_skipped_in_its_second_pass_leaves_the_servers_state_alo
             return [] if len(asked) == 2 else [reply]
         return [reply]
 
-    options = {"algorithm": "fedagg", "estimator": "probe", "participation": 1.0}
+    options = {"variant": "paper", "estimator": "probe", "passes": 2, "participation": 1.0}
     skipped, _ = federated(tamper=silence, quorum=NODES, rounds=2, **options)
     before, _ = federated(rounds=1, **options)
     assert skipped.book.history[1]["unchanged"] is True

@@ -20,9 +20,10 @@ from fedagg.meanfield import (
     MeanField,
     affine_rates,
     agreement,
+    best_rate,
     bound_rates,
-    distance_pace,
     learning_rates,
+    parabola,
     weight_ratio,
 )
 
@@ -189,7 +190,7 @@ def test_shapes_and_epochs_that_cannot_be_are_refused() -> None:
 def test_bounds_hold_for_every_client() -> None:
     rates = torch.tensor([-1.0, 0.05, 0.3, 7.0])
     assert bound_rates(rates, 0.1, 0.5).tolist() == pytest.approx([0.1, 0.1, 0.3, 0.5])
-    assert bound_rates(rates, 0.0, math.inf).tolist() == pytest.approx([0.0, 0.05, 0.3, 0.999])
+    assert bound_rates(rates, 0.0, math.inf).tolist() == pytest.approx([0.0, 0.05, 0.3, 7.0])
     own = torch.tensor([0.2, 0.01, 0.2, 0.4])  # a bound per client wins over the lower bound
     assert bound_rates(rates, 0.1, own).tolist() == pytest.approx([0.1, 0.01, 0.2, 0.4])
 
@@ -216,11 +217,6 @@ def test_agreement_at_its_ends() -> None:
     assert agreement(3.0, 4.0, 3) == pytest.approx((3 * 0.75 - 1) / 2)
 
 
-def test_distance_pace_by_hand() -> None:
-    assert distance_pace(3.0, 36.0) == 0.5
-    assert distance_pace(3.0, 0.0) == 0.0  # no gradient was met yet
-
-
 def test_departure_is_the_distance_from_the_models_end() -> None:
     phi1 = rand(3, 7, seed=1)
     model, ends = rand(4, 3, seed=2), rand(4, 7, seed=3)
@@ -234,3 +230,47 @@ def test_departure_is_the_distance_from_the_models_end() -> None:
 
 def rand(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def log_losses(at: float, rates: list[float]) -> dict[float, list[float]]:
+    """Losses that are a parabola of log₄ of the rate, lowest at `at`."""
+    return {rate: [1.0 + 0.1 * (math.log(rate / at, 4) ** 2)] for rate in rates}
+
+
+@pytest.mark.parametrize("at", [0.03, 0.04, 0.06, 0.1])
+def test_best_rate_is_the_top_of_the_parabola(at: float) -> None:
+    rates = [0.01 * 4**k for k in range(4)]
+    assert best_rate(log_losses(at, rates), 2.0) == pytest.approx(at)
+
+
+def test_best_rate_at_the_ends_and_among_losses_that_are_none() -> None:
+    rates = [0.01 * 4**k for k in range(3)]
+    assert best_rate(log_losses(1e-4, rates), 9.0) == rates[0]
+    assert best_rate(log_losses(10.0, rates), 9.0) == rates[-1]
+    # What blew up counts as twice the first loss, 4: the losses are 1, 0.5 and 4, and the top ½ · (1 - 4)/(1 - 1 + 4) down.
+    for lost in (math.nan, math.inf, 1e9, 4.0):
+        found = best_rate({0.01: [1.0], 0.04: [0.5], 0.16: [lost]}, 2.0)
+        assert found == pytest.approx(0.04 * 4 ** (0.5 * (1 - 4) / (1 - 1 + 4)))
+    # Under zero it is zero: -1, -2 and 0, of first losses of -0.5.
+    assert best_rate({0.01: [-1.0], 0.04: [-2.0], 0.16: [math.inf]}, -0.5) == pytest.approx(0.04 * 4 ** (0.5 * (-1 - 0) / (-1 + 4)))
+
+
+def test_best_rate_takes_the_mean_over_clients() -> None:
+    assert best_rate({0.1: [1.0, 3.0], 0.2: [1.9, 1.9]}, 5.0) == 0.2
+
+
+@pytest.mark.parametrize("pace", [0.02, 0.25, 0.6])
+def test_parabola_is_exact_on_a_quadratic(pace: float) -> None:
+    """F(w) = ½ h (w - b)² from w = 0 along b: at the pace p the step ends at p h b. The best pace is 1/h."""
+    h, b = torch.tensor([4.0, 4.0]).double(), torch.tensor([1.0, 3.0]).double()
+    end = pace * h * b
+    rise = 0.5 * h * ((end - b) ** 2 - b**2)
+    slope = h * (end - b) * end
+    fall, bend, error = parabola(rise, slope)
+    assert fall / bend * pace == pytest.approx(0.25)
+    curve = h * end**2
+    assert bend == pytest.approx(float(curve.mean()))
+    assert error == pytest.approx(float((curve[1] - curve[0]).abs() / 2))  # of two values, half of their difference
+    alone = parabola(rise[:1], slope[:1])
+    assert alone[0] / alone[1] * pace == pytest.approx(0.25)
+    assert alone[2] == pytest.approx(alone[1])  # one client tells nothing

@@ -36,7 +36,6 @@ METHODS: dict[str, dict[str, Any]] = {
             "fedagg",
         )
     },
-    "fedagg-probe": {"algorithm": "fedagg", "estimator": "probe"},
     "fedagg-paper": PAPER,
     "fedagg-history": PAPER | {"estimator": "history", "direction": "mixed"},
     "fedagg-pretrain": PAPER | {"estimator": "pretrain"},

@@ -14,7 +14,7 @@ the inputs of a linear model, give the same run at rates that fit.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -44,6 +44,7 @@ class FedAgg(Algorithm):
     alpha: float = option(0.1, "α, the weight of the rate against the deviation", gt=0, lt=1)
     direction: Literal["mixed", "local"] = option("mixed", "what a client steps along")
     pace: Literal["measured", "base"] = option("measured", "how the rate of a client's own gradient is set")
+    theorem: bool = option(True, "rates by Theorem 1; else all the same")
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
         self.departure = math.nan
@@ -61,7 +62,7 @@ class FedAgg(Algorithm):
             "swing": 0.0,
             "shown": model.w,  # the average of the path
         }
-        self.keep(model)
+        self.keep(model, 0.0)
 
     def own_share(self) -> float:
         """λ, the weight of the client's own gradient: the square root of the agreement, 1 while there is no field."""
@@ -103,21 +104,17 @@ class FedAgg(Algorithm):
         pace, norm2 = self.state["rate"] / own, float(phi1.double().square().sum())
         if not norm2:
             return Work(rate=clients.constant(pace))
+        mix = torch.full((epochs, 1), 1.0 - own)
+        flat = Work(rate=clients.constant(pace), own=own, field=phi1[None], mix=mix, behind=self.state["back"])
+        if not self.theorem:
+            return flat
         ahead = torch.arange(1, epochs + 1, dtype=torch.float64).flip(0).cumsum(0).flip(0)  # Σ_{k>p} k
         rate, slope = meanfield.affine_rates(torch.ones(epochs, epochs), -pace * ahead, self.alpha)
-        return Work(
-            rate=rate,
-            slope=slope.sum(1, keepdim=True) / (steps * norm2),
-            low=RATE_BAND[0] * pace,
-            high=RATE_BAND[1] * pace,
-            own=own,
-            field=phi1[None],
-            mix=torch.full((epochs, 1), 1.0 - own),
-            behind=self.state["back"],
-        )
+        slope = slope.sum(1, keepdim=True) / (steps * norm2)
+        return replace(flat, rate=rate, slope=slope, low=RATE_BAND[0] * pace, high=RATE_BAND[1] * pace)
 
     def round(self, model: Model, clients: Clients) -> Model:
-        self.departure = math.nan
+        self.departure, usual = math.nan, clients.yardstick.length
         if not self.state["rate"]:
             self.state["rate"] = self.own_rate(clients)
         pace = self.state["rate"] / self.own_share()
@@ -132,8 +129,9 @@ class FedAgg(Algorithm):
             return self.undo(clients)
         if guard.unruly(out):
             self.state["rate"] /= 2
+            clients.yardstick.length = usual
             return model
-        self.keep(model)
+        self.keep(model, usual)
         if looked:
             self.look_back(out)
         self.learn(out)
@@ -182,14 +180,16 @@ class FedAgg(Algorithm):
     def reported(self, model: Model) -> Model:
         return Model(self.state["shown"], model.buffers)
 
-    def keep(self, model: Model) -> None:
-        """Remember a model that was not broken, and the field it was reached with."""
-        self.state |= {"good/w": model.w, "good/buffers": model.buffers}
+    def keep(self, model: Model, usual: float) -> None:
+        """Remember a model that was not broken, the field it was reached with, and what was a usual length before clients trained
+        on it: in a round that breaks the model, absurd ones may be most."""
+        self.state |= {"good/w": model.w, "good/buffers": model.buffers, "good/yardstick": usual}
         self.state |= {f"good/{name}": self.state[name] for name in KEPT}
 
     def undo(self, clients: Clients) -> Model:
         """Back to the last good model, at half the rate. What rounding kept back is of the broken field, and goes with it."""
         clients.forget()
+        clients.yardstick.length = self.state["good/yardstick"]
         self.state |= {name: self.state[f"good/{name}"] for name in KEPT}
         self.state["rate"] /= 2
         return Model(self.state["good/w"], self.state["good/buffers"])

@@ -1,0 +1,370 @@
+"""FedAgg's default: the rate it measures, the plan of Theorem 1, its guard, and the average of its path."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import fedagg
+import tiny
+from fedagg import engines, meanfield
+from fedagg.algorithms import guard
+from fedagg.algorithms.fedagg import FedAgg
+from fedagg.clients import Clients, NoClients, Yardstick
+from fedagg.config import Config
+from fedagg.engines.base import Setting
+from fedagg.engines.threaded import Threaded
+from fedagg.faults import Faults
+from fedagg.flat import Model
+from fedagg.work import Chunk, ClientOptions, Job, Work
+
+STEPS, EPOCHS, BEND = 2, 3, 3.0
+
+
+@dataclass
+class Quadratic:
+    """Client i has the loss ½ h (w - b_i)², b_i = 10, 10.5 or 11, and descends it in full steps."""
+
+    note: str = "quadratic"
+
+    def run(self, model: Model, work: Work, jobs: list[Job], memory: Any) -> Any:
+        for job in jobs:
+            own, w, told, rates = work.of([job.position]), model.w.clone(), list[Tensor](), torch.zeros(1, EPOCHS)
+            goal = 10.0 + 0.5 * (job.client % 3)
+            for epoch in range(job.epochs):
+                rates[0, epoch] = rate = own.rates(epoch, w[None], model.w)[0]
+                shift = own.shift(epoch)
+                for _ in range(STEPS):
+                    told.append(self.loss(w, goal))
+                    w = w - rate * (own.own * BEND * (w - goal) + (0.0 if shift is None else shift))
+            field = torch.zeros_like(w) if work.field is None else work.field[0]
+            yield Chunk(
+                jobs=[job],
+                start=model.w,
+                delta=(w - model.w)[None],
+                buffers=model.buffers[None],
+                loss=torch.stack(told).mean()[None],
+                first=told[0][None],
+                behind=self.loss(model.w + work.behind * field, goal)[None],
+                slope=(field @ (BEND * (model.w - goal)))[None],
+                rates=rates,
+                steps=torch.tensor([STEPS * job.epochs]),
+            )
+
+    def loss(self, w: Tensor, goal: float) -> Tensor:
+        return 0.5 * BEND * (w - goal).square().sum()
+
+
+def federation_of(count: int, w: Tensor | None = None, **more: Any) -> Clients:
+    return Clients(
+        engine=more.pop("engine", None) or Quadratic(),
+        ids=list(range(count)),
+        samples=lambda client: torch.arange(5 * STEPS),
+        total=count,
+        local=ClientOptions(epochs=EPOCHS, batch_size=5),
+        seed=0,
+        model=Model(torch.zeros(1) if w is None else w, torch.zeros(0)),
+        **{"t": 0, **more},
+    )
+
+
+def started(d: int = 1, **options: Any) -> FedAgg:
+    method = FedAgg(**options)
+    method.start(Model(torch.zeros(d), torch.zeros(0)), nn.Linear(1, 1), None)  # type: ignore[arg-type]
+    return method
+
+
+# --- the rate that is measured ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("base", [1e-4, 1e-2, 1.0, 30.0])
+@pytest.mark.parametrize("count", [1, 2, 20])
+def test_the_rate_is_half_of_what_is_best_for_a_client(count: int, base: float) -> None:
+    """By hand: a step at the rate 1/h ends at the optimum, so that no rate leaves less loss. Rates that are tried are a factor of 4
+    apart, and beyond 1/h the loss rises faster than it fell: the parabola is a little low."""
+    rate = started(lr=base).own_rate(federation_of(count))
+    assert 0.4 < rate / (0.5 / BEND) < 2.0
+
+
+def test_the_base_rate_stands_where_clients_are_silent() -> None:
+    gone = federation_of(4, faults=Faults(dropout=1.0))
+    assert started(lr=0.2).own_rate(gone) == 0.2
+
+    class Closed(Clients):
+        open = False
+
+    closed = Closed(**vars(federation_of(4)))
+    assert started(lr=0.2).own_rate(closed) == 0.2
+    assert closed.passes == 0
+    base = federation_of(4)
+    assert started(lr=0.2, pace="base").own_rate(base) == 0.2
+    assert base.passes == 0
+
+
+def test_a_rehearsal_leaves_no_trace_but_its_cost() -> None:
+    clients = federation_of(4, yardstick=Yardstick(0.25))
+    out = clients.train(Work(rate=clients.constant(0.01)))
+    clients.left_out[9], length, spent = "dropped out", clients.yardstick.length, (clients.bytes_up, clients.bytes_down)
+    told = clients.rehearse(Work(rate=clients.constant(0.3)))
+    assert told == {i: (pytest.approx(1.5 * (10 + 0.5 * (i % 3)) ** 2), pytest.approx(told[i][1])) for i in range(4)}
+    assert all(loss < first for first, loss in told.values())
+    assert (clients.left_out, clients.yardstick.length) == ({9: "dropped out"}, length)
+    assert clients.outcome is out
+    assert clients.passes == 2
+    assert (clients.bytes_up, clients.bytes_down) == (2 * spent[0], 2 * spent[1])
+    silent = federation_of(4, faults=Faults(dropout=1.0))
+    assert silent.rehearse(Work(rate=silent.constant(0.3))) == {}
+    assert silent.left_out == {}
+    with pytest.raises(NoClients):
+        silent.train(Work(rate=silent.constant(0.3)))
+
+
+# --- nothing has a unit -----------------------------------------------------------------------------------------------
+
+
+def times(k: float) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda output, target: k * functional.cross_entropy(output, target, reduction="none")
+
+
+@pytest.mark.parametrize(("inputs", "loss"), [(4.0, 1.0), (0.25, 1.0), (1.0, 8.0), (1.0, 0.125)])
+def test_units_of_inputs_and_losses_make_no_difference(inputs: float, loss: float) -> None:
+    data = tiny.dataset()
+
+    def run(inputs: float, loss: float) -> fedagg.Result:
+        network = nn.Linear(6, 3, bias=False)
+        nn.init.zeros_(network.weight)
+        scaled = fedagg.Dataset(data.x_train * inputs, data.y_train, data.x_test * inputs, data.y_test, classes=3)
+        settings: dict[str, Any] = {"clients": 6, "participation": 0.5, "rounds": 5, "epochs": 2, "batch_size": 8, "clip": 0.0}
+        settings |= {"partition": "dirichlet", "lr": 0.1 / inputs**2 / loss, "engine": "sequential", "device": "cpu"}
+        return fedagg.run(data=scaled, model=network, loss=times(loss), **settings)
+
+    plain, other = run(1.0, 1.0), run(inputs, loss)
+    assert [row["accuracy"] for row in other.history] == [row["accuracy"] for row in plain.history]
+    assert len({row["pace"] for row in plain.history}) > 1  # the run found something to adapt
+    for mine, theirs in zip(plain.history, other.history, strict=True):
+        assert theirs["pace"] * inputs**2 * loss == pytest.approx(mine["pace"], rel=1e-4)
+        assert theirs["own_share"] == pytest.approx(mine["own_share"], rel=1e-4)
+    torch.testing.assert_close(other.model.weight * inputs, plain.model.weight, rtol=1e-3, atol=1e-4)
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def planned(phi1: Tensor, rate: float, **options: Any) -> Work:
+    method = started(len(phi1), **options)
+    method.state |= {"phi1": phi1, "rate": rate, "known": 1, "agreement": 0.25, "back": 0.7}
+    return method.plan(federation_of(3, torch.zeros(len(phi1))))
+
+
+@pytest.mark.parametrize("alpha", [1e-6, 0.1, 0.9])
+def test_rates_are_those_of_theorem_1_along_the_planned_path(alpha: float) -> None:
+    """In units of S φ1 the path is a line: φ1[l] = 1 and φ2[k] = -η_ref k. The own share is √0.25, so that η_ref is 0.2."""
+    phi1, pace = torch.tensor([3.0, -4.0]), 0.2
+    work = planned(phi1, 0.1, alpha=alpha)
+    path = -pace * torch.arange(EPOCHS + 1.0)[:, None]
+    for epoch in range(EPOCHS):
+        for off in (1.0, 0.5):  # a client on its way, and one that has fallen behind
+            expected = meanfield.learning_rates(torch.ones(EPOCHS, 1), path, off * path[epoch], alpha, epoch)[0]
+            w = off * path[epoch] * STEPS * phi1
+            found = float(work.rates(epoch, w[None], torch.zeros(2))[0])
+            assert found == pytest.approx(min(2 * pace, max(0.1 * pace, float(expected))), rel=1e-5)
+            if alpha < 1e-5 and off == 1.0:
+                assert found == pytest.approx(pace, rel=1e-3)
+    assert (work.own, work.behind) == (0.5, 0.7)
+    assert work.mix is not None
+    assert work.mix.flatten().tolist() == [0.5] * EPOCHS
+
+
+def test_alpha_has_no_unit() -> None:
+    """A gradient ten times as long, at a tenth of the rate, is the same plan."""
+    phi1 = torch.tensor([3.0, -4.0])
+    work, scaled = planned(phi1, 0.1), planned(10 * phi1, 0.01)
+    assert scaled.own == work.own
+    w = torch.tensor([[-0.7, 0.2], [0.3, 1.0]])
+    for epoch in range(EPOCHS):
+        torch.testing.assert_close(10 * scaled.rates(epoch, w, torch.zeros(2)), work.rates(epoch, w, torch.zeros(2)))
+
+
+def test_without_the_theorem_all_rates_are_the_pace() -> None:
+    work = planned(torch.tensor([3.0, -4.0]), 0.1, theorem=False)
+    far = torch.tensor([[5.0, 5.0]])
+    assert [float(work.rates(epoch, far, torch.zeros(2))) for epoch in range(EPOCHS)] == pytest.approx([0.2] * EPOCHS)
+    assert (work.own, work.behind, work.slope) == (0.5, 0.7, None)
+
+
+# --- the guard --------------------------------------------------------------------------------------------------------
+
+
+def trained(method: FedAgg, rounds: int, engine: Any = None) -> float:
+    """How far from the optimum of all clients a run of the toy ends."""
+    model = Model(torch.zeros(1), torch.zeros(0))
+    for t in range(rounds):
+        clients = federation_of(6, model.w, t=t, engine=engine)
+        model = method.round(model, clients)
+    return abs(float(model.w) - 10.5)
+
+
+def test_a_rate_at_which_clients_diverge_is_halved_until_they_do_not() -> None:
+    """At a rate of 1, a step makes of the error -2 times itself; at ½, -½ times."""
+    method = started(lr=1.0, pace="base")
+    assert trained(method, 1) == 10.5  # the round is not used
+    assert trained(method, 12) < 0.5
+    assert 0.2 < method.state["rate"] <= 0.5
+
+
+def outcome(first: list[float], loss: list[float] | None = None, behind: list[float] | None = None) -> Any:
+    return SimpleNamespace(**{name: torch.tensor(v or first).double() for name, v in locals().items()})
+
+
+@pytest.mark.parametrize(
+    ("first", "loss", "unruly"),
+    [
+        ([2.0] * 4, [3.1] * 4, True),
+        ([2.0] * 4, [2.9] * 4, False),  # skewed data: a little more is no harm
+        ([1.0, 3.0, 1.0, 3.0], [3.1] * 4, False),  # first mini-batches that differ so much say little
+        ([-2.0] * 4, [-1.9] * 4, False),
+        ([-2.0] * 4, [-1.3] * 4, True),
+    ],
+)
+def test_training_that_makes_the_loss_worse(first: list[float], loss: list[float], unruly: bool) -> None:
+    """The errors by hand: values 1, 3, 1, 3 have a standard error of √(4/3)/2, and 2 + 3 · 0.577 is 3.73."""
+    assert guard.unruly(outcome(first, loss)) == unruly
+
+
+@pytest.mark.parametrize(
+    ("first", "behind", "broken"),
+    [
+        ([3.1] * 4, [2.0] * 4, True),
+        ([2.9] * 4, [2.0] * 4, False),  # data that differ: the average may be worse for a while
+        ([2.2, 4.2, 2.2, 4.2], [1.0, 3.0, 1.0, 3.0], True),  # client by client there is no doubt
+        ([2.2, 4.2, 2.2, 4.2], [3.0, 1.0, 3.0, 1.0], False),  # the same losses in another order say little
+        ([-1.9] * 4, [-2.0] * 4, False),
+        ([-1.2] * 4, [-2.0] * 4, True),
+    ],
+)
+def test_a_step_that_breaks_the_model(first: list[float], behind: list[float], broken: bool) -> None:
+    assert guard.broken(outcome(first, behind=behind)) == broken
+
+
+def test_one_client_breaks_nothing() -> None:
+    """Its loss is noise without a measure."""
+    assert not guard.broken(outcome([9.0], behind=[1.0]))
+    assert not guard.unruly(outcome([1.0], [9.0]))
+
+
+def test_a_broken_model_is_taken_back() -> None:
+    class Broken(Quadratic):
+        def run(self, *args: Any) -> Any:
+            for chunk in super().run(*args):
+                chunk.behind = chunk.first / 4
+                yield chunk
+
+    method = started(lr=0.05, pace="base")
+    before = Model(torch.zeros(1), torch.zeros(0))
+    after = method.round(before, federation_of(6))
+    assert float(after.w) > 0
+    back = method.round(after, federation_of(6, after.w, t=1, engine=Broken()))
+    assert torch.equal(back.w, before.w)
+    assert method.state["rate"] == 0.025
+    assert not method.state["known"]  # with the field
+
+
+# --- the line search and the average ----------------------------------------------------------------------------------
+
+
+def test_a_rate_far_too_small_grows_and_the_toy_is_solved() -> None:
+    method = started(lr=0.1)
+    method.state["rate"] = 0.003
+    assert trained(method, 20) < 0.5
+    assert method.state["rate"] > 0.006
+    fixed = started(lr=0.003, pace="base")
+    trained(fixed, 20)
+    assert fixed.state["rate"] == 0.003
+
+
+@pytest.mark.parametrize(
+    ("trend", "swing", "known", "share"),
+    [
+        (-0.1, 0.1, 10, 1.0),  # every round lowers the loss
+        (0.0, 0.1, 10, 0.5),  # rounds undo each other: 9/(10 + 8)
+        (0.0, 0.1, 1, 1.0),
+        (-0.08, 0.1, 82, 0.64),
+        (0.0, 0.0, 10, 1.0),  # nothing is known
+    ],
+)
+def test_the_model_that_is_shown(trend: float, swing: float, known: int, share: float) -> None:
+    method = started(1)
+    method.state |= {"trend": trend, "swing": swing, "known": known, "shown": torch.tensor([2.0])}
+    model = Model(torch.tensor([4.0]), torch.zeros(0))
+    method.average(model)
+    assert float(method.reported(model).w) == pytest.approx(2.0 + share * 2.0)
+
+
+def test_losses_that_alternate_have_no_trend() -> None:
+    """By hand: 0.3 · 0.1 = 0.03, then 0.7 · 0.03 ∓ 0.03."""
+    for second, trend in ((0.1, -0.009), (-0.1, 0.051)):
+        method = started(1)
+        method.state |= {"went": 1.0, "back": 1.0, "rate": 1.0}
+        for fall in (-0.1, second):
+            rise = torch.full((4,), -fall).double()
+            told = SimpleNamespace(first=2.0 + rise, behind=torch.full((4,), 2.0).double(), slope=torch.zeros(4).double())
+            method.look_back(told)  # type: ignore[arg-type]
+        assert method.state["trend"] == pytest.approx(trend)
+        assert method.state["swing"] == pytest.approx(0.051)
+
+
+# --- what engines say of the last step --------------------------------------------------------------------------------
+
+
+def built(kind: str, setting: Setting) -> Any:
+    return Threaded(setting, 2) if kind == "threaded" else engines.build(kind, setting, Config(model="custom"))
+
+
+TOLD = ("first", "behind", "slope", "loss", "delta")
+
+
+def told(kind: str, dropout: float, behind: float) -> Any:
+    """What the clients tell, in their order."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        network = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3))
+    data = tiny.dataset()
+    local = ClientOptions(epochs=2, batch_size=8)
+    setting = Setting(network, data.x_train, data.y_train, 3, local, torch.device("cpu"))
+    model = setting.layout.pack(network)
+    field = torch.randn(1, len(model.w), generator=torch.Generator().manual_seed(4))
+    work = Work(rate=torch.tensor([0.1, 0.1]), own=0.4, field=field, mix=torch.full((2, 1), 0.6), behind=behind)
+    sizes = (13, 8, 5, 30)
+    jobs = [Job(i, torch.arange(30 * i, 30 * i + size), 2, 50 + i, i) for i, size in enumerate(sizes)]
+    chunks = list(built(kind, setting).run(model, work, jobs, None))
+    order = torch.tensor([job.client for chunk in chunks for job in chunk.jobs]).argsort()
+    return SimpleNamespace(**{name: torch.cat([getattr(chunk, name) for chunk in chunks])[order] for name in TOLD})
+
+
+def test_engines_agree_on_the_last_step() -> None:
+    reference = told("sequential", 0.0, 0.3)
+    for kind in ("batched", "threaded"):
+        other = told(kind, 0.0, 0.3)
+        for name in TOLD:
+            torch.testing.assert_close(getattr(other, name), getattr(reference, name), rtol=1e-3, atol=1e-4, msg=f"{kind} {name}")
+    assert (reference.behind - reference.first).abs().min() > 1e-3
+
+
+@pytest.mark.parametrize("kind", tiny.ENGINES)  # threads get no network that draws
+def test_the_loss_behind_is_of_the_same_samples_and_the_same_dropout(kind: str) -> None:
+    """A step back of almost no length has almost the same loss; and the slope is what it changes by, per length."""
+    near = told(kind, 0.5, 1e-6)
+    torch.testing.assert_close(near.behind, near.first, rtol=0, atol=1e-4)
+    little = told(kind, 0.5, 1e-2)
+    torch.testing.assert_close((little.behind - little.first) / 1e-2, little.slope, rtol=0.1, atol=0.05)
+    without = told(kind, 0.5, 0.0)
+    assert not math.isclose(float(told(kind, 0.0, 0.0).first[0]), float(without.first[0]), rel_tol=1e-6)  # there is dropout
+    assert torch.equal(without.delta, near.delta)  # and looking back changes nothing of the training
