@@ -6,13 +6,16 @@ from fedagg.algorithms import (  # noqa: F401 - importing them registers them
     fedagg,
     fedagg_paper,
     fedavg,
+    fedavgm,
     fedbabu,
     fedcm,
     feddyn,
     fedexp,
     fedgh,
+    fednova,
     fedprox,
     fedyogi,
+    ghbm,
     scaffold,
 )
 from fedagg.algorithms.base import REGISTRY, Algorithm, build, option, options, register
