@@ -145,7 +145,93 @@ def ghbm(w: Array, ghb_beta: float = 0.9, ghb_tau: int = 2) -> Array:
     return models[-1]
 
 
-LOOPS: dict[str, Loop] = {"fedavgm": fedavgm, "fednova": fednova, "ghbm": ghbm}
+def delta_sgd(w: Array, gamma: float = 2.0, growth: float = 0.02, eta0: float = 0.2) -> Array:
+    for t in range(ROUNDS):
+        ends = []
+        for i in chosen(t):
+            first, *rest = batches(t, i)
+            eta, theta, last, y = eta0, 1.0, w, w - eta0 * gradient(w, first)
+            for rows in rest:
+                smoothness = np.linalg.norm(gradient(y, rows) - gradient(last, rows)) / np.linalg.norm(y - last)
+                new = min(gamma / (2 * float(smoothness)), np.sqrt(1 + growth * theta) * eta)
+                eta, theta = new, new / eta
+                last, y = y, y - eta * gradient(y, rows)
+            ends.append(y)
+        w = by_size(ends, chosen(t))
+    return w
+
+
+def sharp(w: Array, rows: Indices, rho: float) -> Array:
+    g = gradient(w, rows)
+    return gradient(w + rho * g / np.linalg.norm(g), rows)
+
+
+def fedsam(w: Array, rho: float = 0.1) -> Array:
+    for t in range(ROUNDS):
+        ends = []
+        for i in chosen(t):
+            y = w
+            for rows in batches(t, i):
+                y = y - LR * sharp(y, rows, rho)
+            ends.append(y)
+        w = np.mean(ends, axis=0)
+    return w
+
+
+def mofedsam(w: Array, cm_alpha: float = 0.1, rho: float = 0.1) -> Array:
+    direction = np.zeros_like(w)
+    for t in range(ROUNDS):
+        ends, directions = [], []
+        for i in chosen(t):
+            y = w
+            for rows in batches(t, i):
+                y = y - LR * (cm_alpha * sharp(y, rows, rho) + (1 - cm_alpha) * direction)
+            ends.append(y)
+            directions.append((w - y) / (LR * len(batches(t, i))))
+        w, direction = np.mean(ends, axis=0), np.mean(directions, axis=0)
+    return w
+
+
+def fedsps(w: Array, sps_c: float = 0.5, sps_bound: float = 1.0) -> Array:
+    for t in range(ROUNDS):
+        ends = []
+        for i in chosen(t):
+            y = w
+            for rows in batches(t, i):
+                loss, g = value_and_gradient(y, rows)
+                y = y - min(loss / (sps_c * float(g @ g)), sps_bound) * g
+            ends.append(y)
+        w = np.mean(ends, axis=0)
+    return w
+
+
+def fedspeed(w: Array, dyn_alpha: float = 0.1, rho: float = 0.1, speed_alpha: float = 1.0) -> Array:
+    """As the authors' code has it: h_i sums a client's updates, and w becomes mean_S w_i + mean h over all clients."""
+    h = np.zeros((len(SIZES), len(w)))
+    for t in range(ROUNDS):
+        ends = []
+        for i in chosen(t):
+            y = w
+            for rows in batches(t, i):
+                g = (1 - speed_alpha) * gradient(y, rows) + speed_alpha * sharp(y, rows, rho)
+                y = y - LR * (g + dyn_alpha * (y + h[i] - w))
+            ends.append(y)
+        for i, end in zip(chosen(t), ends, strict=True):
+            h[i] += end - w
+        w = np.mean(ends, axis=0) + h.mean(0)
+    return w
+
+
+LOOPS: dict[str, Loop] = {
+    "fedavgm": fedavgm,
+    "fednova": fednova,
+    "ghbm": ghbm,
+    "delta-sgd": delta_sgd,
+    "fedsam": fedsam,
+    "mofedsam": mofedsam,
+    "fedsps": fedsps,
+    "fedspeed": fedspeed,
+}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("fedavgm", {}),
     ("fedavgm", {"beta1": 0.4, "server_lr": 0.7}),
@@ -153,6 +239,16 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("fednova", {"momentum": 0.5}),
     ("ghbm", {}),
     ("ghbm", {"ghb_beta": 0.5, "ghb_tau": 3}),
+    ("delta-sgd", {}),
+    ("delta-sgd", {"gamma": 0.6, "growth": 0.5, "eta0": 0.05}),
+    ("fedsam", {}),
+    ("fedsam", {"rho": 0.5}),
+    ("mofedsam", {}),
+    ("mofedsam", {"cm_alpha": 0.6, "rho": 0.5}),
+    ("fedsps", {}),
+    ("fedsps", {"sps_c": 2.0, "sps_bound": 0.3}),
+    ("fedspeed", {}),
+    ("fedspeed", {"dyn_alpha": 0.8, "rho": 0.5, "speed_alpha": 0.4}),
 ]
 
 
@@ -191,7 +287,7 @@ def test_fednova_is_fedavg_where_all_make_the_same_steps() -> None:
     np.testing.assert_allclose(*ours, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "vectors"), [("fedavgm", 2), ("fednova", 2), ("ghbm", 3)])
+@pytest.mark.parametrize(("name", "vectors"), [(name, 3 if name in ("ghbm", "mofedsam") else 2) for name in LOOPS])
 def test_bytes_are_those_of_the_page(name: str, vectors: int) -> None:
     """A model each way, and what the method sends beside it; a few numbers come on top."""
     row = run(name, rounds=1).history[0]
@@ -206,10 +302,15 @@ def test_defaults_are_the_papers() -> None:
 
     assert defaults("fedavgm") == {"beta1": 0.9, "server_lr": 1.0}
     assert defaults("fednova") == {}
+    assert defaults("delta-sgd") == {"gamma": 2.0, "growth": 0.02, "eta0": 0.2}
+    assert defaults("fedsam") == {"rho": 0.1}
+    assert defaults("mofedsam") == {"cm_alpha": 0.1, "rho": 0.1}
+    assert defaults("fedsps") == {"sps_c": 0.5, "sps_bound": 1.0}
+    assert defaults("fedspeed") == {"dyn_alpha": 0.1, "rho": 0.1, "speed_alpha": 1.0}
     assert defaults("ghbm") == {"ghb_beta": 0.9, "ghb_tau": None}
 
 
-@pytest.mark.parametrize("name", ["fedavgm", "ghbm"])
+@pytest.mark.parametrize("name", ["fedavgm", "ghbm", "mofedsam", "fedspeed"])
 def test_a_run_that_was_interrupted_goes_on_the_same(name: str, tmp_path: Path) -> None:
     tiny.job(algorithm=name, rounds=5, out=tmp_path / "whole")
     tiny.job(algorithm=name, rounds=3, out=tmp_path / "part")

@@ -1,6 +1,7 @@
 """The methods, one short file each, holding only what differs from FedAvg."""
 
 from fedagg.algorithms import (  # noqa: F401 - importing them registers them
+    delta_sgd,
     fedadagrad,
     fedadam,
     fedagg,
@@ -14,8 +15,12 @@ from fedagg.algorithms import (  # noqa: F401 - importing them registers them
     fedgh,
     fednova,
     fedprox,
+    fedsam,
+    fedspeed,
+    fedsps,
     fedyogi,
     ghbm,
+    mofedsam,
     scaffold,
 )
 from fedagg.algorithms.base import REGISTRY, Algorithm, build, option, options, register
