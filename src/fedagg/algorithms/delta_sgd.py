@@ -19,7 +19,8 @@ from fedagg.work import Client, Gradient, State, Work
 
 
 def length(v: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(v, dim=-1, keepdim=True)
+    found: Tensor = torch.linalg.vector_norm(v, dim=-1, keepdim=True)
+    return found
 
 
 @register("delta-sgd")

@@ -17,7 +17,8 @@ from fedagg.work import Client, Gradient, State, Work
 
 def uphill(w: Tensor, g: Tensor, rho: float) -> Tensor:
     """The point ρ further along the gradient; w itself where there is none."""
-    return w + rho * g / torch.linalg.vector_norm(g, dim=-1, keepdim=True).clamp_min(1e-12)
+    length: Tensor = torch.linalg.vector_norm(g, dim=-1, keepdim=True)
+    return w + rho * g / length.clamp_min(1e-12)
 
 
 @register("fedsam")

@@ -2,8 +2,8 @@
 
 η = min(f_B(w)/(c |g|²), γ_b) with f_B the mini-batch's loss, which is taken to be 0 at best. The server takes the plain mean.
 The rule and c = 0.5 were checked against the code of stochastic Polyak steps that the field uses (IssamLaradji/sps, as
-jlylekim/auto-tuned-FL has it for its clients), with a constant bound; γ_b = 1 is what the paper found best. Its smoothed bound
-is left out: no text of it was at hand.
+jlylekim/auto-tuned-FL has it for its clients), with a constant bound; γ_b = 1 is the paper's best by its
+public reviews. The paper's smoothed bound is not here.
 """
 
 from dataclasses import dataclass, replace
