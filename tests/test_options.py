@@ -108,7 +108,10 @@ def test_the_same_name_may_mean_different_things_to_two_methods() -> None:
 
 REFUSED = [
     ("--algorithm fedavg --mu 5", "mu = 5.0: fedavg has no such option; fedprox has"),
-    ("--algorithm fedavg --server-lr 7", "server_lr = 7.0: fedavg has no such option; fedadagrad, fedadam and fedyogi have"),
+    (
+        "--algorithm fedavg --server-lr 7",
+        "server_lr = 7.0: fedavg has no such option; fedadagrad, fedadam, fedavgm and fedyogi have",
+    ),
     ("--algorithm fedadagrad --beta2 0.9", "beta2 = 0.9: fedadagrad has no such option; fedadam and fedyogi have"),
     ("--passes 3", "passes = 3: fedagg has no such option; fedagg-paper has"),
     ("--variant paper --pace base", "pace = 'base': fedagg-paper has no such option; fedagg has"),

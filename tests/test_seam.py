@@ -37,9 +37,9 @@ def examples(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     page = (ROOT / "docs" / "adding-an-algorithm.md").read_text(encoding="utf-8")
     blocks = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "@register" in code]
     assert [name for code in blocks for name in re.findall(r'@register\("(.*?)"\)', code)] == [
-        "fedavgm",
-        "mofedsam",
-        "delta-sgd",
+        "fedavgm-prox",
+        "my-mofedsam",
+        "my-delta-sgd",
         "moon",
     ]
     assert all(len(code.splitlines()) < 40 for code in blocks)
@@ -182,7 +182,7 @@ def moon(net: nn.Module, data: Dataset) -> Tensor:
     return w
 
 
-LOOPS: dict[str, Loop] = {"mofedsam": mofedsam, "delta-sgd": delta_sgd, "moon": moon}
+LOOPS: dict[str, Loop] = {"my-mofedsam": mofedsam, "my-delta-sgd": delta_sgd, "moon": moon}
 
 
 def known(name: str, layer: str) -> str:
@@ -223,7 +223,7 @@ def test_the_examples_run_in_threads(name: str) -> None:
     assert torch.allclose(run(convolutional(), images(), known(name, "3"), engine="auto"), expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["mofedsam", "moon"])
+@pytest.mark.parametrize("name", ["my-mofedsam", "moon"])
 def test_batch_statistics_move_once_a_step_on_every_engine(name: str) -> None:
     ways = [run(dense(nn.BatchNorm1d(8)), vectors(), known(name, "4"), engine=engine) for engine in ("sequential", "batched")]
     assert torch.allclose(*ways, atol=1e-4)
@@ -288,7 +288,7 @@ def test_what_does_not_train_the_same_in_a_batch_is_not_trained_there(kind: type
 @pytest.mark.parametrize("option", [{"momentum": 0.9}, {"client_optimizer": "adam"}])
 def test_options_that_an_own_step_would_not_heed_are_refused(option: dict[str, Any]) -> None:
     with pytest.raises(SettingError, match="takes local steps of its own"):
-        run(dense(), vectors(), "delta-sgd", **option)
+        run(dense(), vectors(), "my-delta-sgd", **option)
 
 
 def test_a_loss_must_give_a_number_a_sample() -> None:

@@ -33,7 +33,7 @@ METHODS: dict[str, dict[str, Any]] = {
         name: {"algorithm": name}
         for name in (
             "fedavg", "fedprox", "fedadam", "fedyogi", "fedadagrad", "fedcm", "feddyn", "scaffold", "fedexp", "fedgh", "fedbabu",
-            "fedagg",
+            "fedagg", "fedavgm", "fednova", "ghbm", "delta-sgd", "fedsam", "mofedsam", "fedsps", "fedspeed",
         )
     },
     "fedagg-paper": PAPER,

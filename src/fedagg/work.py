@@ -37,6 +37,8 @@ class Client:
     start: Tensor  # w̄, the global weights, (d,)
     memory: Tensor | None = None  # its remembered vector, (d,) or (n, d)
     shift: Tensor | None = None  # mix · field of this epoch, (d,)
+    steps: Tensor | None = None  # mini-batches it goes through in the round, () or (n, 1)
+    loss: Tensor | None = None  # of the mini-batch, where its gradient was taken last, () or (n, 1)
 
 
 @dataclass

@@ -179,6 +179,7 @@ class Stage:
             network.w.copy_(at)
             statistics = network.buffers.clone()
             loss = network.gradient(x, y, scale)
+            self.client.loss = loss[:, None].clone()
             if called:  # a second look at the batch moves no statistics
                 network.buffers.copy_(statistics)
             else:  # what clients report is the loss and the gradient they looked at first
@@ -383,6 +384,7 @@ class Batched:
         gradients = torch.zeros(n, local.epochs, s.layout.d, device=device) if work.trace else None
         path = torch.zeros(n, local.epochs + 1, s.layout.d, device=device) if work.trace else None
         counts = torch.tensor([local.steps(size) for size in sizes], device=device)
+        stage.client.steps = (counts * made)[:, None]
         with seeded(network, jobs[0].seed, device):
             for epoch in range(epochs):
                 rates[:, epoch] = work.rates(epoch, network.w, model.w) * (epoch < made)

@@ -49,6 +49,7 @@ class Sequential:
                     behind = s.loss(space.module(x), s.y[batch]).mean()
                 space.load(model)
 
+        planned = torch.tensor(job.epochs * local.steps(len(job.samples)), device=s.device)
         for epoch in range(job.epochs):
             rate = rates[epoch] = work.rates(epoch, space.w[None], model.w)[0]
             shift = work.shift(epoch)
@@ -56,7 +57,7 @@ class Sequential:
             draws = drawn[epoch].split(local.batch_size) if drawn is not None else [None] * len(batches)
             for batch, draw in zip(batches, draws, strict=True):
                 x = s.x[batch] if draw is None else augmented(s.x[batch], draw)
-                gradient = MiniBatch(s, space, stepper, work, Client(model.w, own, shift), x, s.y[batch])
+                gradient = MiniBatch(s, space, stepper, work, Client(model.w, own, shift, planned), x, s.y[batch])
                 if work.step is not None:
                     w, state = gradient.walk(rate, state)
                     space.w.copy_(w)
@@ -122,7 +123,7 @@ class MiniBatch:
         statistics = space.statistics() if again else None
         if w is not space.w:
             space.w.copy_(w)
-        loss = self.backward()
+        loss = self.client.loss = self.backward()
         if statistics is not None:  # a second look at the batch moves no statistics
             space.layout.restore(statistics, dict(space.module.named_buffers()))
         if not again:  # what the client reports is the loss and the gradient it looked at first

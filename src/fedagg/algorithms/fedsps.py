@@ -1,0 +1,36 @@
+"""FedSPS (Mukherjee, Loizou, Stich 2024): clients take stochastic Polyak steps.
+
+η = min(f_B(w)/(c |g|²), γ_b) with f_B the mini-batch's loss, which is taken to be 0 at best. The server takes the plain mean.
+The rule and c = 0.5 were checked against the code of stochastic Polyak steps that the field uses (IssamLaradji/sps, as
+jlylekim/auto-tuned-FL has it for its clients), with a constant bound; γ_b = 1 is the paper's best by its
+public reviews. The paper's smoothed bound is not here.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fedagg.algorithms.base import Algorithm, option, register
+from fedagg.clients import Clients, Outcome
+from fedagg.flat import Model
+from fedagg.work import Client, Gradient, State, Work
+
+
+@register("fedsps")
+@dataclass
+class FedSPS(Algorithm):
+    sps_c: float = option(0.5, "c, by which Polyak's rate is divided", gt=0)
+    sps_bound: float = option(1.0, "γ_b, the largest rate, in place of lr", gt=0)
+
+    def work(self, clients: Clients) -> Work:
+        return replace(super().work(clients), rate=clients.constant(self.sps_bound), step=self.step)
+
+    def step(self, client: Client, w: Tensor, gradient: Gradient, rate: Tensor, state: State) -> tuple[Tensor, State]:
+        g = gradient(w)
+        assert client.loss is not None
+        polyak = client.loss / (self.sps_c * g.square().sum(-1, keepdim=True)).clamp_min(1e-12)
+        return w - torch.minimum(polyak, rate) * g, state
+
+    def update(self, model: Model, out: Outcome, clients: Clients) -> Model:
+        return model.moved(out.plain, out.buffers)
