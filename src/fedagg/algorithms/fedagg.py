@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
@@ -44,6 +44,7 @@ class FedAgg(Algorithm):
     alpha: float = option(0.1, "α, the weight of the rate against the deviation", gt=0, lt=1)
     direction: Literal["mixed", "local"] = option("mixed", "what a client steps along")
     pace: Literal["measured", "base"] = option("measured", "how the rate of a client's own gradient is set")
+    scheduled: ClassVar[bool] = False
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
         self.departure = math.nan
