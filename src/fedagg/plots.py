@@ -167,6 +167,49 @@ def label_maps(
     return finish(figure, {}, title, paths)
 
 
+def over_grid(
+    axes: Mapping[str, Sequence[Any]],
+    at: Mapping[tuple[Any, ...], tuple[float, float]],
+    best: tuple[Any, ...],
+    path: Path,
+    title: str,
+    what: str,
+) -> Path:
+    """Accuracy over a grid of one axis, as a line with deviations, or of two, as a heat map; the best point has a star. `at` has
+    mean and deviation of the points that were tried."""
+    figure, ((each,),) = canvas(1, 1, (7.5, 4.6))
+    (name, values), *second = axes.items()
+    if second:
+        ((other, others),) = second
+        table = np.array([[100 * at.get((x, y), (np.nan,))[0] for x in values] for y in others])
+        image = each.imshow(table, aspect="auto", origin="lower", cmap="viridis")
+        middle = (np.nanmin(table) + np.nanmax(table)) / 2
+        for (row, column), value in np.ndenumerate(table):
+            if np.isfinite(value):
+                star = " ★" if (values[column], others[row]) == best else ""
+                colour = "black" if value > middle else "white"
+                each.text(column, row, f"{value:.2f}{star}", ha="center", va="center", color=colour)
+        each.set_xticks(range(len(values)), list(map(str, values)))
+        each.set_yticks(range(len(others)), list(map(str, others)))
+        each.set(xlabel=name, ylabel=other)
+        figure.colorbar(image, label=f"{what} (%)")
+    else:
+        numeric = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+        tried = [value for value in (sorted(values) if numeric else values) if (value,) in at]
+        x = tried if numeric else list(map(str, tried))
+        means, spreads = (100 * np.array([at[(value,)][k] for value in tried]) for k in (0, 1))
+        each.errorbar(x, means, yerr=np.nan_to_num(spreads), marker="o", capsize=3, color=COLOURS[0])
+        each.plot([x[tried.index(best[0])]], [100 * at[best][0]], marker="*", markersize=16, color=COLOURS[1])
+        if numeric and min(tried) > 0 and max(tried) >= 10 * min(tried):
+            each.set_xscale("log")
+            each.set_xticks(tried, list(map(str, tried)), minor=False)
+            each.minorticks_off()
+        each.set(xlabel=name, ylabel=f"{what} (%)")
+        tidy(each)
+    each.set_title(title, loc="left", fontsize=10)
+    return save(figure, path)
+
+
 def ready() -> None:
     need("a picture", "matplotlib", "analysis")
 
