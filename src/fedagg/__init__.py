@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Algorithm", "Chunk", "Client", "Clients", "Config", "Dataset", "Layout", "Learner", "Model", "Outcome", "Result", "Tuned", "Work",
-    "option", "register", "run", "tune",
+    "Algorithm", "Chunk", "Client", "Clients", "Config", "Dataset", "Layout", "Learner", "Model", "Outcome", "Result", "Tuned",
+    "Work", "option", "register", "run", "tune",
 ]  # fmt: skip
 
 HOMES = {

@@ -178,7 +178,7 @@ def over_grid(
     """Accuracy over a grid of one axis, as a line with deviations, or of two, as a heat map; the best point has a star. `at` has
     mean and deviation of the points that were tried."""
     figure, ((each,),) = canvas(1, 1, (7.5, 4.6))
-    (name, values), *second = axes.items()
+    (name, values), *second = ((name, in_order(values)) for name, values in axes.items())
     if second:
         ((other, others),) = second
         table = np.array([[100 * at.get((x, y), (np.nan,))[0] for x in values] for y in others])
@@ -194,8 +194,7 @@ def over_grid(
         each.set(xlabel=name, ylabel=other)
         figure.colorbar(image, label=f"{what} (%)")
     else:
-        numeric = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-        tried = [value for value in (sorted(values) if numeric else values) if (value,) in at]
+        numeric, tried = is_numeric(values), [value for value in values if (value,) in at]
         x = tried if numeric else list(map(str, tried))
         means, spreads = (100 * np.array([at[(value,)][k] for value in tried]) for k in (0, 1))
         each.errorbar(x, means, yerr=np.nan_to_num(spreads), marker="o", capsize=3, color=COLOURS[0])
@@ -208,6 +207,15 @@ def over_grid(
         tidy(each)
     each.set_title(title, loc="left", fontsize=10)
     return save(figure, path)
+
+
+def is_numeric(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+
+
+def in_order(values: Sequence[Any]) -> Sequence[Any]:
+    """Numbers by size, words as they come."""
+    return sorted(values) if is_numeric(values) else values
 
 
 def ready() -> None:

@@ -7,6 +7,7 @@ import math
 import shlex
 import statistics
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ import fedagg
 from fedagg import plots, runs, seeding
 from fedagg.config import NO_BEARING, Config, options_of, resolve
 from fedagg.data import Dataset
-from fedagg.errors import FedaggError, SettingError
+from fedagg.errors import FedaggError, FedaggWarning, SettingError
 from fedagg.reproduce import running
 from fedagg.reproduce.grid import Cell
 from fedagg.reproduce.results import Store
@@ -88,10 +89,9 @@ class Plan:
             words = "settings are chosen on training data that is held back, never on the test set; give a share above 0"
             raise SettingError("validation", 0, words)
         points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-        trials = [Trial(point, resolve({**chosen, **point, "seed": seed}, file, preset)) for seed in seeds[:1] for point in points]
-        for trial in trials[:1]:
-            for seed in seeds:
-                trial.config.changed(seed=seed)  # which says what is wrong with it
+        trials = [Trial(point, resolve({**chosen, **point, "seed": seeds[0]}, file, preset)) for point in points]
+        for seed in seeds:
+            trials[0].config.changed(seed=seed)  # which says what is wrong with it
         if random is not None:
             if random < 1:
                 raise SettingError("random", random, "draw at least one point of the grid")
@@ -124,6 +124,9 @@ class Plan:
             if not run(self.cells(trials)):
                 raise KeyboardInterrupt
             scored = [(t, [found(t.config.changed(seed=seed)) for seed in self.seeds]) for t in trials]
+            for lost in (t for t, a in scored if None in a):
+                words = f"{label(lost.settings)}: came to no result with every seed, and is left out"
+                warnings.warn(words, FedaggWarning, stacklevel=3)
             whole = [replace(t, accuracies=tuple(v for v in a if v is not None)) for t, a in scored if None not in a]
             if not whole:
                 raise FedaggError("tuning: no point of the grid came to a result with every seed; the runs' errors say why")
@@ -152,7 +155,7 @@ class Tuned:
         found = []
         for name, values in self.plan.axes.items():
             best = self.best.settings[name]
-            if len(values) > 1 and is_numeric(values) and best in (min(values), max(values)):
+            if len(values) > 1 and plots.is_numeric(values) and best in (min(values), max(values)):
                 beyond = "le" if best == max(values) else "ge"
                 if limits(name, self.best.config).get(beyond) != best:
                     found.append(name)
@@ -184,14 +187,14 @@ class Tuned:
         return "\n".join(f"| {' | '.join(line)} |" for line in [names, ["---"] * len(names), *lines])
 
     def plot(self, path: str | Path) -> Path:
-        """Accuracy over the grid: a line over one axis, a heat map over two. Of more, over the first two, at the best of the rest."""
+        """Accuracy over the grid: a line over one axis, a heat map over two. Of more, over the first two, at the best of all."""
         names = [name for name, values in self.plan.axes.items() if len(values) > 1][:2] or list(self.plan.axes)[:1]
         axes = {name: self.plan.axes[name] for name in names}
         at: dict[tuple[Any, ...], tuple[float, float]] = {}
         for trial in self.trials:  # the best comes first
             at.setdefault(tuple(trial.settings[name] for name in names), (trial.mean, trial.deviation))
         best, c = tuple(self.best.settings[name] for name in names), self.best.config
-        title = f"{c.method} on {c.dataset}, {c.model}, {c.partition}: {label(self.best.settings)}"
+        title = f"{c.method} on {c.dataset}, {c.model}, {c.partition}: best {label(self.best.settings)}"
         return plots.over_grid(axes, at, best, Path(path), title, runs.measured("accuracy", [c]))
 
 
@@ -279,7 +282,10 @@ def axes_of(grid: Mapping[str, Iterable[Any]], given: Mapping[str, Any]) -> dict
     for name, values in grid.items():
         if isinstance(values, str) or not isinstance(values, Iterable):
             raise SettingError("grid", {name: values}, "give a list of values")
-        axes[name] = tuple(dict.fromkeys(values))
+        plain = [value.item() if hasattr(value, "item") else value for value in values]  # NumPy's numbers are Python's
+        if not all(isinstance(value, bool | int | float | str) for value in plain):
+            raise SettingError("grid", {name: plain}, "give numbers or words as values")
+        axes[name] = tuple(dict.fromkeys(plain))
         if not axes[name]:
             raise SettingError("grid", f"{name}=", f"has no values; give some, as in {name}=0.01,0.1")
         if name in TASK | NO_BEARING:
@@ -301,10 +307,6 @@ def limits(name: str, config: Config) -> Mapping[str, float]:
         return {kind: getattr(end, kind) for end in ends for kind in ("ge", "le") if hasattr(end, kind)}
     option = options_of(config.flat()).get(name)
     return {} if option is None else option.limits
-
-
-def is_numeric(values: Iterable[Any]) -> bool:
-    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
 def label(settings: Mapping[str, Any]) -> str:

@@ -52,7 +52,7 @@ def tune(
     plan = Plan.make(
         algorithm,
         axes(grid, {**base, **chosen}),
-        {"validation": chosen.get("validation", VALIDATION), **settings},
+        {**settings, "validation": chosen.get("validation", VALIDATION)},
         file=config,
         preset=preset,
         seeds=numbers(seeds),
@@ -74,13 +74,14 @@ def tune(
     try:
         tuned = plan.carry_out(run, lambda each: accuracy(store, each))
     except KeyboardInterrupt:
-        hint(folder, out_dir)
+        if out_dir is None:  # otherwise it has been said
+            hint(folder, out_dir)
         return 130
     files.write(folder / "best.toml", tuned.to_toml())
     picture = draw(tuned, folder / "accuracy.png")
     for name in tuned.edges:
         words = f"the best {name}, {tuned.best.settings[name]}, lies on the edge of the grid; try values beyond it"
-        warnings.warn(words, FedaggWarning, stacklevel=2)
+        err.print(words, style="yellow", markup=False, highlight=False, soft_wrap=True)
     if as_json:
         told = {"best": tuned.best.settings, "accuracy": tuned.best.mean, "edges": tuned.edges, "trials": tuned.rows()}
         files_made = {"command": tuned.command, "toml": str(folder / "best.toml"), "plot": picture and str(picture)}
