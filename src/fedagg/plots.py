@@ -25,6 +25,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 STYLES = ("-", "--", "-.", ":")
 FORMATS = ("png", "svg", "pdf")
 
+History = Sequence[Mapping[str, Any]]  # a row a round
+
 
 @dataclass(frozen=True)
 class Series:
@@ -71,20 +73,26 @@ def draw_line(axes: Axes, x: Sequence[float], y: Sequence[float], name: str, wid
     return line
 
 
-def accuracy_curves(histories: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, title: str, what: str) -> Path:
-    """Accuracy against rounds, one line a method, best at the end on top of the legend."""
-    figure, axes = canvas(1, 1, (7.5, 4.6))
+def accuracy_curves(histories: Mapping[str, Sequence[History]], path: Path, title: str, what: str) -> Path:
+    """Accuracy against rounds, one line a method, best at the end on top of the legend. Of several seeds, the mean and a band of
+    one standard deviation, over the rounds that all of them have."""
+    figure, ((axes,),) = canvas(1, 1, (7.5, 4.6))
     ends = []
-    for index, (name, history) in enumerate(histories.items()):
-        scored = [row for row in history if "accuracy" in row]
-        rounds, accuracy = [row["round"] for row in scored], [100 * row["accuracy"] for row in scored]
-        last = accuracy[-1] if accuracy else float("nan")
-        width = 2.6 if name == "fedagg" else 1.7
-        ends.append((last, draw_line(axes[0][0], rounds, accuracy, f"{name}  {last:.2f} %", width, index)))
-    axes[0][0].set(xlabel="round", ylabel=f"{what} (%)")
-    axes[0][0].set_title(title, loc="left", fontsize=10)
-    tidy(axes[0][0])
-    axes[0][0].legend(handles=[line for _, line in sorted(ends, key=lambda end: -end[0])], frameon=False)
+    for index, (name, seeds) in enumerate(histories.items()):
+        scores = [{row["round"]: 100 * row["accuracy"] for row in history if "accuracy" in row} for history in seeds]
+        rounds = [number for number in scores[0] if all(number in score for score in scores)]
+        table = np.array([[score[number] for number in rounds] for score in scores], dtype=float)
+        mean = table.mean(0).tolist()
+        last = mean[-1] if mean else float("nan")
+        line = draw_line(axes, rounds, mean, f"{name}  {last:.2f} %", 2.6 if name == "fedagg" else 1.7, index)
+        if len(scores) > 1:
+            spread = table.std(0, ddof=1)
+            axes.fill_between(rounds, mean - spread, mean + spread, color=line.get_color(), alpha=0.18, linewidth=0)
+        ends.append((last, line))
+    axes.set(xlabel="round", ylabel=f"{what} (%)")
+    axes.set_title(title, loc="left", fontsize=10)
+    tidy(axes)
+    axes.legend(handles=[line for _, line in sorted(ends, key=lambda end: -end[0])], frameon=False)
     return save(figure, path)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 import fedagg
-from fedagg import plots, runs, seeding
+from fedagg import paired, plots, runs, seeding
 from fedagg.config import NO_BEARING, Config, options_of, resolve
 from fedagg.data import Dataset
 from fedagg.errors import FedaggError, FedaggWarning, SettingError
@@ -49,7 +49,7 @@ class Trial:
     @property
     def deviation(self) -> float:
         """Between the seeds; of one seed there is no telling."""
-        return statistics.stdev(self.accuracies) if len(self.accuracies) > 1 else math.nan
+        return paired.deviation(self.accuracies)
 
     def short(self) -> Trial:
         """The same for a part of the rounds."""
