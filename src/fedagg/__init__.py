@@ -13,19 +13,20 @@ if TYPE_CHECKING:
     from fedagg.data import Dataset
     from fedagg.federation import Result, run
     from fedagg.flat import Layout, Model
+    from fedagg.tuning import Tuned, tune
     from fedagg.work import Chunk, Client, Learner, Work
 
 __version__ = "0.1.0"
 __all__ = [
-    "Algorithm", "Chunk", "Client", "Clients", "Config", "Dataset", "Layout", "Learner", "Model", "Outcome", "Result", "Work",
-    "option", "register", "run",
+    "Algorithm", "Chunk", "Client", "Clients", "Config", "Dataset", "Layout", "Learner", "Model", "Outcome", "Result", "Tuned",
+    "Work", "option", "register", "run", "tune",
 ]  # fmt: skip
 
 HOMES = {
     "Algorithm": "algorithms", "option": "algorithms", "register": "algorithms", "Clients": "clients", "Outcome": "clients",
     "Config": "config",
     "Dataset": "data", "Result": "federation", "run": "federation", "Layout": "flat", "Model": "flat", "Chunk": "work",
-    "Client": "work", "Learner": "work", "Work": "work",
+    "Client": "work", "Learner": "work", "Work": "work", "Tuned": "tuning", "tune": "tuning",
 }  # fmt: skip
 
 

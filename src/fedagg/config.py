@@ -10,15 +10,18 @@ import tomllib
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import tomli_w
 from pydantic import Field, TypeAdapter, ValidationError, ValidationInfo, field_validator, model_validator
 
-from fedagg import plugins
+from fedagg import plugins, schedule
 from fedagg.errors import FedaggWarning, SettingError, unknown
 from fedagg.options import Option, declared
 from fedagg.settings import Settings
+
+if TYPE_CHECKING:
+    from fedagg.algorithms import Algorithm
 
 LARGEST = 3.4e38  # that float32 holds
 
@@ -107,7 +110,26 @@ class Config(Settings):
         method = method or known_method(self.method)
         if method is not None:
             self.__dict__["options"] = self.fitting(method, recorded)
+            if not recorded:
+                self.rates_fit(method)
         return self
+
+    def rates_fit(self, method: type[Algorithm]) -> None:
+        """Refuse a change of the base rate that the method would not follow, or that leaves nothing of the rate."""
+        for name in schedule.SETTINGS:
+            if not method.scheduled and getattr(self, name) != Config.model_fields[name].default:
+                words = f"{self.method} takes its rates from measurements, not from lr in every round; leave it out"
+                raise SettingError(name, getattr(self, name), words)
+        if self.warmup >= self.rounds:
+            raise SettingError("warmup", self.warmup, f"must be below rounds, {self.rounds}")
+        if (last := self.rate(self.rounds - 1)) < min(schedule.LEAST, self.lr):
+            raise SettingError("lr_decay", self.lr_decay, f"leaves a rate of {last:.3g} for the last round; choose it nearer to 1")
+
+    def rate(self, t: int) -> float:
+        """The base rate of round t. After the last one, where models are fitted to clients, it is the one that was set."""
+        if t >= self.rounds:
+            return self.lr
+        return self.lr * schedule.share(t, self.rounds, self.lr_decay, self.lr_schedule, self.warmup)
 
     def names_exist(self, recorded: bool, any_method: bool) -> None:
         """What is recorded may come from a plugin that is not here."""
@@ -339,8 +361,13 @@ def resolve_each(
         if known and name not in Config.model_fields and not any(name in each for each in own.values()):
             raise no_such_option(name, value, methods, str(chosen.get("partition")))
 
+    following = {method for method in methods if known and known_method(method).scheduled}
+
     def fit(method: str) -> dict[str, Any]:
-        return {k: v for k, v in chosen.items() if k in Config.model_fields or k in own[method]} | {"algorithm": method}
+        # Where some methods change their rates as they are told, those that measure them are not asked to.
+        skip = schedule.SETTINGS if following and method not in following else ()
+        mine = {k: v for k, v in chosen.items() if (k in Config.model_fields or k in own[method]) and k not in skip}
+        return mine | {"algorithm": method}
 
     return [settled(fit(method), base) for method in methods]
 

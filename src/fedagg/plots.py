@@ -25,6 +25,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 STYLES = ("-", "--", "-.", ":")
 FORMATS = ("png", "svg", "pdf")
 
+History = Sequence[Mapping[str, Any]]  # a row a round
+
 
 @dataclass(frozen=True)
 class Series:
@@ -71,20 +73,26 @@ def draw_line(axes: Axes, x: Sequence[float], y: Sequence[float], name: str, wid
     return line
 
 
-def accuracy_curves(histories: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, title: str, what: str) -> Path:
-    """Accuracy against rounds, one line a method, best at the end on top of the legend."""
-    figure, axes = canvas(1, 1, (7.5, 4.6))
+def accuracy_curves(histories: Mapping[str, Sequence[History]], path: Path, title: str, what: str) -> Path:
+    """Accuracy against rounds, one line a method, best at the end on top of the legend. Of several seeds, the mean and a band of
+    one standard deviation, over the rounds that all of them have."""
+    figure, ((axes,),) = canvas(1, 1, (7.5, 4.6))
     ends = []
-    for index, (name, history) in enumerate(histories.items()):
-        scored = [row for row in history if "accuracy" in row]
-        rounds, accuracy = [row["round"] for row in scored], [100 * row["accuracy"] for row in scored]
-        last = accuracy[-1] if accuracy else float("nan")
-        width = 2.6 if name == "fedagg" else 1.7
-        ends.append((last, draw_line(axes[0][0], rounds, accuracy, f"{name}  {last:.2f} %", width, index)))
-    axes[0][0].set(xlabel="round", ylabel=f"{what} (%)")
-    axes[0][0].set_title(title, loc="left", fontsize=10)
-    tidy(axes[0][0])
-    axes[0][0].legend(handles=[line for _, line in sorted(ends, key=lambda end: -end[0])], frameon=False)
+    for index, (name, seeds) in enumerate(histories.items()):
+        scores = [{row["round"]: 100 * row["accuracy"] for row in history if "accuracy" in row} for history in seeds]
+        rounds = [number for number in scores[0] if all(number in score for score in scores)]
+        table = np.array([[score[number] for number in rounds] for score in scores], dtype=float)
+        mean = table.mean(0).tolist()
+        last = mean[-1] if mean else float("nan")
+        line = draw_line(axes, rounds, mean, f"{name}  {last:.2f} %", 2.6 if name == "fedagg" else 1.7, index)
+        if len(scores) > 1:
+            spread = table.std(0, ddof=1)
+            axes.fill_between(rounds, mean - spread, mean + spread, color=line.get_color(), alpha=0.18, linewidth=0)
+        ends.append((last, line))
+    axes.set(xlabel="round", ylabel=f"{what} (%)")
+    axes.set_title(title, loc="left", fontsize=10)
+    tidy(axes)
+    axes.legend(handles=[line for _, line in sorted(ends, key=lambda end: -end[0])], frameon=False)
     return save(figure, path)
 
 
@@ -165,6 +173,57 @@ def label_maps(
     boxes.set_title("distance of clients from everybody's mix", fontsize=10)
     tidy(boxes)
     return finish(figure, {}, title, paths)
+
+
+def over_grid(
+    axes: Mapping[str, Sequence[Any]],
+    at: Mapping[tuple[Any, ...], tuple[float, float]],
+    best: tuple[Any, ...],
+    path: Path,
+    title: str,
+    what: str,
+) -> Path:
+    """Accuracy over a grid of one axis, as a line with deviations, or of two, as a heat map; the best point has a star. `at` has
+    mean and deviation of the points that were tried."""
+    figure, ((each,),) = canvas(1, 1, (7.5, 4.6))
+    (name, values), *second = ((name, in_order(values)) for name, values in axes.items())
+    if second:
+        ((other, others),) = second
+        table = np.array([[100 * at.get((x, y), (np.nan,))[0] for x in values] for y in others])
+        image = each.imshow(table, aspect="auto", origin="lower", cmap="viridis")
+        middle = (np.nanmin(table) + np.nanmax(table)) / 2
+        for (row, column), value in np.ndenumerate(table):
+            if np.isfinite(value):
+                star = " ★" if (values[column], others[row]) == best else ""
+                colour = "black" if value > middle else "white"
+                each.text(column, row, f"{value:.2f}{star}", ha="center", va="center", color=colour)
+        each.set_xticks(range(len(values)), list(map(str, values)))
+        each.set_yticks(range(len(others)), list(map(str, others)))
+        each.set(xlabel=name, ylabel=other)
+        figure.colorbar(image, label=f"{what} (%)")
+    else:
+        numeric, tried = is_numeric(values), [value for value in values if (value,) in at]
+        x = tried if numeric else list(map(str, tried))
+        means, spreads = (100 * np.array([at[(value,)][k] for value in tried]) for k in (0, 1))
+        each.errorbar(x, means, yerr=np.nan_to_num(spreads), marker="o", capsize=3, color=COLOURS[0])
+        each.plot([x[tried.index(best[0])]], [100 * at[best][0]], marker="*", markersize=16, color=COLOURS[1])
+        if numeric and min(tried) > 0 and max(tried) >= 10 * min(tried):
+            each.set_xscale("log")
+            each.set_xticks(tried, list(map(str, tried)), minor=False)
+            each.minorticks_off()
+        each.set(xlabel=name, ylabel=f"{what} (%)")
+        tidy(each)
+    each.set_title(title, loc="left", fontsize=10)
+    return save(figure, path)
+
+
+def is_numeric(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+
+
+def in_order(values: Sequence[Any]) -> Sequence[Any]:
+    """Numbers by size, words as they come."""
+    return sorted(values) if is_numeric(values) else values
 
 
 def ready() -> None:

@@ -61,10 +61,12 @@ class Record:
             raise SettingError("resume", str(folder), "is not a run folder: it has no config.toml")
         check_run(folder)
         before, now = make(read(folder / "config.toml"), recorded=True).flat(), config.flat()
-        differs = sorted(k for k in before | now if before.get(k) != now.get(k) and k not in MAY_CHANGE)
+        free = MAY_CHANGE - ({"rounds"} if config.lr_schedule != "constant" else set())  # which knows where the run ends
+        differs = sorted(k for k in before | now if before.get(k) != now.get(k) and k not in free)
         if differs:
             changes = ", ".join(f"{k} was {before.get(k)!r}, now {now.get(k)!r}" for k in differs)
-            raise FedaggError(f"resume = {str(folder)!r}: {changes}; resume with the same settings (rounds may grow)")
+            more = " (rounds may grow)" if "rounds" in free else f" (lr_schedule {config.lr_schedule} needs the same rounds)"
+            raise FedaggError(f"resume = {str(folder)!r}: {changes}; resume with the same settings{more}")
         files.folder(folder, "resume")
         record = cls(None, config, {})
         record.folder, record.claim = folder, files.Claim(folder, "resume")

@@ -54,7 +54,8 @@ class Server:
         return [there[k] for k in seeding.participants(self.config.seed, t, len(there), count)] if count else []
 
     def clients(self, t: int) -> Clients:
-        """The participants of round t, at the model as it stands."""
+        """The participants of round t, at the model as it stands; the method's base rate is that of the round."""
+        self.algorithm.lr = self.config.rate(t)
         return self.make(
             t=t,
             ids=self.participants(t),
@@ -76,6 +77,7 @@ class Server:
         before, was = self.carried(), self.model
         try:
             self.prepare()
+            self.algorithm.lr = self.config.rate(clients.t)  # preparing may have looked at other rounds
             before = self.carried()
             self.model = self.algorithm.round(was, clients)
         except (NoClients, TooFew):

@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from fedagg.schedule import Schedule
+
 
 class Settings(BaseModel):
     """The names here are taken: no option of a method may have one of them."""
@@ -27,6 +29,9 @@ class Settings(BaseModel):
     epochs: int = Field(3, ge=1, le=10_000, description="local epochs, the paper's L")
     batch_size: int = Field(32, ge=1, description="mini-batch size")
     lr: float = Field(0.01, gt=0, lt=1e6, description="base learning rate; FedAgg only starts from it")
+    lr_decay: float = Field(1.0, gt=0, le=1, description="factor on the base rate, every round (not for FedAgg, which measures it)")
+    lr_schedule: Schedule = Field("constant", description="how the base rate changes over the rounds (not for FedAgg)")
+    warmup: int = Field(0, ge=0, description="first rounds, over which the base rate grows to its full value (not for FedAgg)")
     seed: int = Field(0, ge=0, description="seed of everything: partition, initial weights, participants, batches")
     validation: float = Field(
         0.0, ge=0, lt=1, description="share of the training data held back, to report on instead of the test set"

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
@@ -45,6 +45,7 @@ class FedAgg(Algorithm):
     direction: Literal["mixed", "local"] = option("mixed", "what a client steps along")
     pace: Literal["measured", "base"] = option("measured", "how the rate of a client's own gradient is set")
     theorem: bool = option(True, "rates by Theorem 1; else all the same")
+    scheduled: ClassVar[bool] = False
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
         self.departure = math.nan

@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +19,7 @@ import fedagg
 from fedagg import data, files, plots, record, runs
 from fedagg.algorithms import REGISTRY
 from fedagg.cli.partition import trained
-from fedagg.cli.show import Live, err, out, results_table, task
+from fedagg.cli.show import Live, err, out, results_table, seeds_table, summed, task
 from fedagg.config import Config, make, read, resolve_each
 from fedagg.data import Dataset
 from fedagg.errors import FedaggWarning, MissingError, SettingError
@@ -33,6 +33,7 @@ def compare(
     algorithms: Annotated[str, typer.Argument(help="methods, separated by commas, e.g. fedagg,fedavg,fedadam")],
     config: Annotated[Path | None, typer.Argument(help="a TOML file of settings", show_default=False)] = None,
     *,
+    seeds: Annotated[int, typer.Option(help="run every method with so many seeds, from --seed on", min=1)] = 1,
     out_dir: Annotated[Path | None, typer.Option("--out", help="folder of the comparison (default runs/<time>-compare)")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress display")] = False,
@@ -40,7 +41,8 @@ def compare(
 ) -> int:
     """Run several methods side by side: one table, one plot, and a run folder each.
 
-    Stopped, the same command goes on: what is finished in its folder is not run again.
+    With several seeds: mean and deviation, a band in the plot, and the differences from the first method, seed by seed, with a 95 %
+    interval. Stopped, the same command goes on: what is finished in its folder is not run again.
     """
     preset = settings.pop("preset", None)
     names = [name.strip() for name in algorithms.split(",") if name.strip()]
@@ -49,27 +51,36 @@ def compare(
     if config is not None and str(config) in REGISTRY and not config.exists():
         raise SettingError("config", str(config), f"is a method; separate methods by commas: {','.join(names)},{config}")
     named = resolve_each(names, settings, config, preset)
-    configs = list({chosen.method: chosen for chosen in named}.values())
+    once = list({chosen.method: chosen for chosen in named}.values())
+    # Seeds come outermost, so that a comparison cut short is a whole one of fewer seeds.
+    configs = [chosen.changed(seed=chosen.seed + k) if k else chosen for k in range(seeds) for chosen in once]
     folder = out_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-compare"
     if (folder / "config.toml").exists():
         raise SettingError("out", str(folder), "is the folder of one run; choose another, which gets a folder for each method")
+    places = {chosen: folder / (chosen.method if seeds == 1 else f"{chosen.method}-seed{chosen.seed}") for chosen in configs}
     for chosen in configs:
-        same(folder, chosen)
+        same(places[chosen], chosen, folder)
     given = data.load(configs[0].dataset, configs[0].data_dir)
-    done = {chosen.method: finished(folder / chosen.method, given) for chosen in configs}
-    for chosen in configs:
-        if done[chosen.method] is None:
+    done = {chosen: finished(places[chosen], given) for chosen in configs}
+    for chosen in once:
+        if done[chosen] is None:
             check(chosen, given)
     files.folder(folder)
     try:
-        results = run_all(configs, done, given, folder, quiet)
+        results = run_all(places, done, given, quiet)
     except KeyboardInterrupt:
         hint(folder, out_dir)
         raise
     if results[-1].interrupted:
         hint(folder, out_dir)
     title = task(configs[0])
-    histories = {r.config.method: r.history for r in results}
+    if seeds > 1:
+        title = title.replace(f"seed {configs[0].seed}", f"seeds {configs[0].seed} to {configs[-1].seed}")
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(result.config.method, []).append(result)
+    # A run that was stopped would cut the mean of its method short.
+    histories = {m: [r.history for r in group if not r.interrupted] or [group[0].history] for m, group in groups.items()}
     picture: Path | None = folder / "accuracy.png"
     try:
         plots.accuracy_curves(histories, folder / "accuracy.png", title, runs.measured("accuracy", configs))
@@ -77,20 +88,23 @@ def compare(
         picture = None
         warnings.warn(str(error), FedaggWarning, stacklevel=2)
     if as_json:
-        sys.stdout.write(json.dumps({"runs": [r.summary() for r in results], "plot": picture and str(picture)}) + "\n")
+        found: dict[str, Any] = {"runs": [r.summary() for r in results], "plot": picture and str(picture)}
+        if seeds > 1:
+            found["methods"] = [one.json() for one in summed(groups)]
+        sys.stdout.write(json.dumps(found) + "\n")
     else:
-        out.print(results_table(results, title), crop=False)
+        out.print(seeds_table(summed(groups), title) if seeds > 1 else results_table(results, title), crop=False)
         if picture is not None:
             out.print(f"plot: {picture}", soft_wrap=True)
     return 130 if results[-1].interrupted else 0
 
 
-def same(folder: Path, config: Config) -> None:
+def same(place: Path, config: Config, folder: Path) -> None:
     """Refuse a folder that holds another run of the method. Where it runs may change, as with `--resume`; its rounds may not."""
-    if not (folder / config.method / "config.toml").exists():
+    if not (place / "config.toml").exists():
         return
-    check_run(folder / config.method)
-    before, now = make(read(folder / config.method / "config.toml"), recorded=True).flat(), config.flat()
+    check_run(place)
+    before, now = make(read(place / "config.toml"), recorded=True).flat(), config.flat()
     free = record.MAY_CHANGE - {"rounds"}
     differs = ", ".join(f"{k} {before.get(k)!r}" for k in before | now if before.get(k) != now.get(k) and k not in free)
     if differs:
@@ -121,19 +135,17 @@ def check(config: Config, given: Dataset) -> None:
         return
 
 
-def run_all(
-    configs: Sequence[Config], done: Mapping[str, Result | None], given: Dataset, folder: Path, quiet: bool
-) -> list[Result]:
-    """The methods in turn, until one is interrupted; those in `done` have been run before."""
+def run_all(places: Mapping[Config, Path], done: Mapping[Config, Result | None], given: Dataset, quiet: bool) -> list[Result]:
+    """The runs in turn, each in its place, until one is interrupted; those in `done` have been run before."""
     # Looked at before anything is run: of several processes, the first is soon to write these folders.
-    begun = {chosen.method for chosen in configs if (folder / chosen.method / "config.toml").exists()}
+    begun = {chosen for chosen, own in places.items() if (own / "config.toml").exists()}
     results: list[Result] = []
-    for chosen in configs:
-        if (before := done[chosen.method]) is not None:
+    for chosen, own in places.items():
+        if (before := done[chosen]) is not None:
             results.append(before)
             continue
-        live, own = Live(chosen.method), folder / chosen.method
-        new, old = (None, own) if chosen.method in begun else (own, None)
+        live = Live(own.name)
+        new, old = (None, own) if chosen in begun else (own, None)
         try:
             results.append(fedagg.run(chosen, data=given, out=new, resume=old, callbacks=[] if quiet else [live]))
         finally:

@@ -1,0 +1,261 @@
+"""Tuning: a grid is tried on data held back, ranked, and gone on with; what cannot work is refused before anything runs."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fedagg
+import tiny
+from fedagg import cli
+from fedagg.config import Config, make
+from fedagg.errors import FedaggWarning, SettingError
+from fedagg.tuning import Plan, Tuned
+
+SMALL: dict[str, Any] = {"rounds": 2, "clients": 20, "participation": 0.1, "epochs": 1, "engine": "sequential"}
+FLAGS = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
+
+
+def call(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(list(arguments))
+    assert isinstance(stop.value.code, int)
+    return stop.value.code
+
+
+def carried_out(plan: Plan, accuracy: Any) -> tuple[Tuned, list[Config]]:
+    """The plan with made-up accuracies, and what was run for it."""
+    ran: list[Config] = []
+
+    def run(cells: Any) -> bool:
+        ran.extend(cell.config for cell in cells)
+        return True
+
+    return plan.carry_out(run, accuracy), ran
+
+
+def test_a_point_is_ranked_by_its_mean_over_seeds_on_data_held_back() -> None:
+    tuned = fedagg.tune("fedavg", {"lr": [0.001, 0.1]}, seeds=[5, 6], **SMALL)
+    for trial in tuned.trials:
+        alone = [fedagg.run(algorithm="fedavg", seed=s, validation=0.1, **SMALL, **trial.settings).accuracy for s in (5, 6)]
+        assert trial.mean == pytest.approx(statistics.mean(alone), abs=1e-4)
+        assert trial.deviation == pytest.approx(statistics.stdev(alone), abs=1e-4)
+    assert tuned.best.settings == {"lr": 0.1}
+    assert tuned.trials[0].mean > tuned.trials[1].mean
+    assert tuned.edges == ["lr"]
+    assert tuned.table().splitlines()[2].startswith("| 0.1 | ")
+
+
+def test_the_best_settings_as_toml_and_as_a_command() -> None:
+    plan = Plan.make(
+        "fedprox", {"mu": [0.1, 0.2], "normalize": [True, False]}, {**SMALL, "partition": "shards"}, preset="mnist-cnn"
+    )
+    tuned, _ = carried_out(plan, lambda c: c.options["mu"] - (0.5 if c.normalize else 0))
+    assert tuned.best.settings == {"mu": 0.2, "normalize": False}
+    told = tomllib.loads(tuned.to_toml())
+    assert (told["mu"], told["normalize"], told["validation"], told["model"]) == (0.2, False, 0.0, "mnist-cnn")
+    words = tuned.command.split()
+    assert words[:6] == ["fedagg", "run", "--algorithm", "fedprox", "--preset", "mnist-cnn"]
+    assert words[-3:] == ["--mu", "0.2", "--no-normalize"]
+    assert "--validation" not in words
+    assert make(told) == tuned.config
+
+
+@pytest.mark.parametrize(
+    ("grid", "best", "edges"),
+    [
+        ({"lr": [0.1, 0.01, 1.0]}, {"lr": 0.1}, []),
+        ({"lr": [0.1, 0.01, 1.0]}, {"lr": 0.01}, ["lr"]),
+        ({"momentum": [0.0, 0.5, 0.9]}, {"momentum": 0.0}, []),  # there is nothing below
+        ({"momentum": [0.0, 0.5, 0.9]}, {"momentum": 0.9}, ["momentum"]),
+        ({"lr": [0.1], "client_optimizer": ["sgd", "adam"]}, {"lr": 0.1, "client_optimizer": "sgd"}, []),
+    ],
+)
+def test_the_edge_of_the_grid(grid: dict[str, list[Any]], best: dict[str, Any], edges: list[str]) -> None:
+    plan = Plan.make("fedavg", grid, SMALL)
+    tuned, _ = carried_out(plan, lambda c: 0.9 if all(getattr(c, k) == v for k, v in best.items()) else 0.1)
+    assert (tuned.best.settings, tuned.edges) == (best, edges)
+
+
+def test_the_edge_of_a_methods_own_option() -> None:
+    plan = Plan.make("fedcm", {"cm_alpha": [0.1, 0.5, 1.0]}, SMALL)
+    assert carried_out(plan, lambda c: c.options["cm_alpha"])[0].edges == []  # 1 is the largest there is
+    assert carried_out(plan, lambda c: -c.options["cm_alpha"])[0].edges == ["cm_alpha"]
+
+
+def test_halving_gives_all_rounds_to_the_best_quarter() -> None:
+    rates = [0.01, 0.02, 0.03, 0.04, 0.05]
+    plan = Plan.make("fedavg", {"lr": rates}, {**SMALL, "rounds": 9, "warmup": 4}, seeds=[7], halving=True)
+    # After two rounds 0.05 and 0.04 are best; after all of them, 0.04.
+    tuned, ran = carried_out(plan, lambda c: c.lr if c.rounds == 2 else 1 - c.lr)
+    assert [(c.lr, c.rounds, c.warmup) for c in ran] == [*((lr, 2, 1) for lr in rates), (0.04, 9, 4), (0.05, 9, 4)]
+    assert tuned.best.settings == {"lr": 0.04}
+    assert [(row["lr"], row["rounds"]) for row in tuned.rows()] == [(0.04, 9), (0.05, 9), (0.03, 2), (0.02, 2), (0.01, 2)]
+
+
+def test_random_points_are_the_same_every_time() -> None:
+    grid = {"lr": [0.01, 0.1, 1.0], "momentum": [0.0, 0.5, 0.9]}
+    drawn = [[trial.settings for trial in Plan.make("fedavg", grid, SMALL, random=4).trials] for _ in range(2)]
+    assert drawn[0] == drawn[1]
+    every = [trial.settings for trial in Plan.make("fedavg", grid, SMALL).trials]
+    assert len(every) == 9
+    assert len(drawn[0]) == 4
+    assert all(point in every for point in drawn[0])
+    assert len(Plan.make("fedavg", grid, SMALL, random=100).trials) == 9
+
+
+def test_a_point_that_fails_is_left_out_and_named() -> None:
+    plan = Plan.make("fedavg", {"lr": [0.1, 0.2]}, SMALL)
+    with pytest.warns(FedaggWarning, match=r"lr 0\.2: came to no result"):
+        tuned, _ = carried_out(plan, lambda c: None if (c.lr, c.seed) == (0.2, 6) else c.lr)
+    assert [trial.settings for trial in tuned.trials] == [{"lr": 0.1}]
+
+
+@pytest.mark.parametrize(
+    ("method", "grid", "more", "words"),
+    [
+        ("fedavg", {"mu": [0.1]}, {}, "mu = 0.1: fedavg has no such option; fedprox has"),
+        ("fedavg", {"lr": []}, {}, "grid = 'lr=': has no values"),
+        ("fedavg", {}, {}, "grid = '': name at least one setting"),
+        ("fedavg", {"lr": [0.1, -1.0]}, {}, "lr = -1.0"),
+        ("fedavg", {"lr": "0.1"}, {}, "grid = {'lr': '0.1'}: give a list"),
+        ("fedavg", {"lr": [[0.1]]}, {}, "grid = {'lr': [[0.1]]}: give numbers or words"),
+        ("fedavg", {"lr": [0.1]}, {"lr": 0.2}, "lr = 0.2: is on the grid, with 0.1"),
+        ("fedavg", {"seed": [1, 2]}, {}, "grid = 'seed': is no setting by which"),
+        ("fedavg", {"dataset": ["mnist", "cifar10"]}, {}, "grid = 'dataset': is no setting by which"),
+        ("fedavg", {"lr": [0.1]}, {"validation": 0.0}, "validation = 0: settings are chosen on training data"),
+        ("fedavg", {"lr": [0.1]}, {"seeds": []}, "seeds = '': name at least one"),
+        ("fedavg", {"lr": [0.1]}, {"seeds": [-1]}, "seed = -1"),
+        ("fedavg", {"lr": [0.1, 0.2]}, {"halving": True}, "halving = True: needs at least 4 points"),
+        ("fedavg", {"lr": [0.1, 0.2]}, {"random": 0}, "random = 0"),
+        ("fedavgg", {"lr": [0.1, 0.2]}, {}, "algorithm = 'fedavgg': did you mean 'fedavg'?"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused_before_any_run(
+    method: str, grid: Any, more: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("a run was started")
+
+    monkeypatch.setattr(fedagg, "run", never)
+    with pytest.raises(SettingError) as error:
+        fedagg.tune(method, grid, out=tmp_path / "new", **SMALL | more)
+    assert str(error.value).startswith(words)
+    assert not (tmp_path / "new").exists()
+
+
+def test_data_and_network_from_python() -> None:
+    given: dict[str, Any] = {"data": tiny.dataset(), "model": tiny.network(), "clients": 6, "rounds": 2, "batch_size": 8}
+    tuned = fedagg.tune("fedavg", {"lr": np.array([1e-4, 0.1])}, seeds=[5], **given)
+    assert tuned.best.settings == {"lr": 0.1}
+    assert type(tuned.best.settings["lr"]) is float
+    assert tuned.best.deviation != tuned.best.deviation  # one seed has none
+    with pytest.raises(SettingError, match="jobs = 2: data, model from Python"):
+        fedagg.tune("fedavg", {"lr": [0.1]}, jobs=2, **given)
+
+
+def test_the_test_set_is_never_scored() -> None:
+    """With labels that no test set has, the figures are the same."""
+    whole = tiny.dataset()
+    spoilt = fedagg.Dataset(whole.x_train, whole.y_train, whole.x_test, (whole.y_test + 1) % 3, classes=3)
+    settings: dict[str, Any] = {"clients": 6, "rounds": 2, "batch_size": 8, "seeds": [5]}
+    one, other = (fedagg.tune("fedavg", {"lr": [0.1]}, data=d, model=tiny.network(), **settings) for d in (whole, spoilt))
+    assert one.best.accuracies == other.best.accuracies
+
+
+def test_the_command_goes_on_and_says_what_is_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "tuned"
+    command = ["tune", "fedavg", *FLAGS, "--seeds", "5,6", "--json", "--out", str(folder)]
+    assert call(*command, "--grid", "lr=0.001,0.1") == 0
+    first = capsys.readouterr()
+    told = json.loads(first.out)
+    assert told["best"] == {"lr": 0.1}
+    assert "the best lr, 0.1, lies on the edge of the grid" in first.err
+    assert first.err.count(": done") == 4
+    assert {"best.toml", "accuracy.png", "mnist-mini_linear.jsonl"} <= {path.name for path in folder.iterdir()}
+    assert tomllib.loads((folder / "best.toml").read_text(encoding="utf-8"))["lr"] == 0.1
+    lines = (folder / "mnist-mini_linear.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 4
+    # One run is lost, and two points are new: three points with one seed each.
+    (folder / "mnist-mini_linear.jsonl").write_text("\n".join(lines[1:]) + "\n", encoding="utf-8")
+    assert call(*command, "--grid", "lr=0.001,0.1,0.01") == 0
+    again = capsys.readouterr()
+    assert again.err.count(": done") == 3
+    trials = json.loads(again.out)["trials"]
+    assert len(trials) == 3
+    assert all(old in trials for old in told["trials"])
+
+
+def test_stopped_the_command_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fedagg.reproduce import running
+
+    run_cell, seen = running.run_cell, []
+
+    def once(cell: Any, store: Any, stop: Any, watch: Any = ()) -> Any:
+        seen.append(cell)
+        stop.flag.set()
+        return run_cell(cell, store, stop, watch)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(running, "run_cell", once)
+    assert call("tune", "fedavg", *FLAGS, "--seeds", "5", "--grid", "lr=0.001,0.1") == 130
+    assert len(seen) == 1
+    told = " ".join(capsys.readouterr().err.split())
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert f"--out runs/{folder.name} goes on from here" in told
+    assert not (folder / "best.toml").exists()
+    monkeypatch.setattr(running, "run_cell", run_cell)
+    assert call("tune", "fedavg", *FLAGS, "--seeds", "5", "--grid", "lr=0.001,0.1", "--out", str(folder)) == 0
+    assert (folder / "best.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--grid", "lr"], "grid = 'lr': give a setting and its values"),
+        (["--grid", "lr="], "grid = 'lr=': has no values"),
+        (["--grid", "lr=0.1", "--grid", "lr=0.2"], "lr is on the grid already"),
+        (["--grid", "lr=fast"], "lr = 'fast'"),
+        (["--grid", "mu=0.1"], "fedavg has no such option; fedprox has"),
+        (["--grid", "lr=0.1", "--seed", "3"], "give --seeds"),
+        (["--grid", "lr=0.1", "--seeds", "a"], "seeds = 'a': give whole numbers"),
+        (["--grid", "lr=0.1", "--validation", "0"], "never on the test set"),
+    ],
+)
+def test_the_command_refuses_in_one_line(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("tune", "fedavg", *FLAGS, *arguments, "--out", str(tmp_path / "new")) == 2
+    told = capsys.readouterr().err
+    assert words in told
+    assert told.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+def test_words_are_values_too() -> None:
+    from fedagg.cli.tune import axes
+
+    base = {"algorithm": "fedgh"}
+    assert axes(["head=3", "lr=1,0.5", "normalize=true,false", "client-optimizer=sgd,adam"], base) == {
+        "head": ["3"],
+        "lr": [1, 0.5],
+        "normalize": [True, False],
+        "client_optimizer": ["sgd", "adam"],
+    }
+
+
+def test_pictures_of_one_axis_and_of_two(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    one, _ = carried_out(Plan.make("fedavg", {"client_optimizer": ["sgd", "adam"]}, SMALL, seeds=[5]), lambda c: c.seed / 10)
+    assert one.plot(tmp_path / "one.svg").stat().st_size > 1000
+    grid = {"lr": [0.1, 0.01], "momentum": [0.0, 0.9], "clip": [0.0, 1.0]}
+    two, _ = carried_out(Plan.make("fedavg", grid, SMALL, random=5), lambda c: c.lr + c.momentum / 10)
+    assert two.plot(tmp_path / "two.png").stat().st_size > 1000
