@@ -128,15 +128,15 @@ def test_the_toml_of_a_configuration_is_complete(tmp_path: Path) -> None:
 
 
 def test_compare_makes_one_table_and_one_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("compare", "fedagg,fedavg", *TINY, "--quiet", "--out", str(tmp_path / "c")) == 0
+    assert call("compare", "fedcm,fedavg", *TINY, "--quiet", "--out", str(tmp_path / "c")) == 0
     printed = capsys.readouterr().out
-    assert "fedagg" in printed
+    assert "fedcm" in printed
     assert "fedavg" in printed
     assert (tmp_path / "c" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
-    rows = [(tmp_path / "c" / name / "clients.jsonl").read_text().splitlines()[0] for name in ("fedagg", "fedavg")]
+    rows = [(tmp_path / "c" / name / "clients.jsonl").read_text().splitlines()[0] for name in ("fedcm", "fedavg")]
     first, second = (json.loads(row) for row in rows)
     assert first["clients"] == second["clients"]
-    assert first["loss"] == second["loss"]  # the first round is the same: same weights, batches and rate
+    assert first["rates"] == second["rates"]  # the same participants at the same base rate
 
 
 def rows(folder: Path) -> list[dict[str, object]]:

@@ -25,6 +25,9 @@ from torch import Tensor
 from fedagg.errors import SettingError
 
 
+NEARLY = 0.9  # of the largest gain
+
+
 def weight_ratio(alpha: float) -> float:
     """c = (1-α)/α: a smaller α stresses the deviation from the average more, and gives bolder rates."""
     if not 0.0 < alpha < 1.0:
@@ -128,19 +131,22 @@ def departure(norm2: Tensor, along: Tensor, gram: Tensor, model: Tensor) -> floa
 
 def best_rate(losses: dict[float, list[float]], first: float) -> float:
     """The rate at which clients lose most of their loss, from what they had at rates evenly spaced on a logarithmic scale: the top
-    of the parabola through the best one and its neighbours, at most half-way to either.
+    of the parabola through the best one and its neighbours, at most half-way down or all the way up to the next. A lower rate that
+    does `NEARLY` as well counts as the best: clients with one class alone have no best rate, they gain a little more with any.
 
     All began at the same model, so all are held against the same `first` loss: a client's own, of one mini-batch, is noise where
     training begins on a plateau. A loss that is not finite, or twice the first, counts as twice the first."""
     rates = sorted(losses)
     worst = first + abs(first)
     means = [-sum(loss if loss < worst else worst for loss in losses[rate]) / len(losses[rate]) for rate in rates]
-    top = max(range(len(rates)), key=means.__getitem__)
+    enough = -first + NEARLY * (max(means) + first) if max(means) > -first else max(means)
+    most = means.index(max(means))
+    top = next(k for k in range(min(1, most), len(rates)) if means[k] >= enough)  # the lowest of the range must be best indeed
     if not 0 < top < len(rates) - 1:
         return rates[top]
     below, best, above = means[top - 1 : top + 2]
     bend = below - 2 * best + above
-    shift = max(-0.5, min(0.5, 0.5 * (below - above) / bend)) if bend < 0 else 0.0
+    shift = max(-0.5, min(1.0, 0.5 * (below - above) / bend)) if bend < 0 else 0.0
     return float(rates[top] * (rates[top + 1] / rates[top]) ** shift)
 
 
