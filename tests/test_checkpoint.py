@@ -354,13 +354,21 @@ def test_killed_at_every_single_operation_on_files(tmp_path: Path, monkeypatch: 
 def test_an_interrupt_in_the_middle_of_a_round_drops_the_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Ctrl-C while a client trains, and between a round's end and its booking (here: in the evaluation)."""
     settings = tiny.STATEFUL[name]
-    tiny.job(out=tmp_path / "whole", **settings)
+    calls = [0]
+
+    def counting(*args: Any, real: Any = Sequential.client) -> Any:
+        calls[0] += 1
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Sequential, "client", counting)
+        tiny.job(out=tmp_path / "whole", **settings)
     for at, (kind, method) in enumerate([(Sequential, "client"), (tiny.fedagg.federation.Evaluator, "__call__")]):
         run, count, real = tmp_path / f"run{at}", [0], getattr(kind, method)
 
         def interrupting(*args: Any, real: Any = real, count: list[int] = count) -> Any:
             count[0] += 1
-            if count[0] == 5:
+            if count[0] == (5 if method == "__call__" else calls[0] * 2 // 3):
                 raise KeyboardInterrupt
             return real(*args)
 

@@ -92,7 +92,7 @@ def test_a_run_folder_repeats_itself(tmp_path: Path) -> None:
         "rate_mean",
         "rate_min",
         "rate_max",
-        "trainings",
+        "passes",
         "participants",
         "left_out",
         "seconds",

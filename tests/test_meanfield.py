@@ -260,8 +260,8 @@ def test_best_rate_takes_the_mean_over_clients() -> None:
 
 
 def test_a_lower_rate_that_does_nearly_as_well_counts_as_the_best() -> None:
-    """Gains of 1, 1.92, 1.98 and 2: nine tenths of the last are 1.8, so the second; its parabola bends by 1 - 3.84 + 1.98 = -0.86 and
-    has its top (1 - 1.98) / (2 · -0.86) = 0.57 steps above it."""
+    """Gains of 1, 1.92, 1.98 and 2: nine tenths of the last are 1.8, so the second. Its parabola bends by 1 - 3.84 + 1.98 = -0.86
+    and has its top (1 - 1.98) / (2 · -0.86) = 0.57 steps above it."""
     losses = {0.01: [2.0], 0.04: [1.08], 0.16: [1.02], 0.64: [1.0]}
     assert best_rate(losses, 3.0) == pytest.approx(0.04 * 4 ** (0.98 / 1.72))
 

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from fedagg.errors import SettingError
 
-
 NEARLY = 0.9  # of the largest gain
 
 

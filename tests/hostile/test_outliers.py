@@ -116,6 +116,8 @@ class Given:
             buffers=torch.zeros(n, 0),
             loss=one,
             first=one,
+            behind=torch.zeros(n),
+            slope=torch.zeros(n),
             rates=one[:, None],
             steps=one.long(),
         )
