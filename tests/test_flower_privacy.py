@@ -51,9 +51,10 @@ def secured(grid=None, data=node, **changes):
 )
 def test_secure_aggregation_gives_the_same_model(method, data):
     """Within what SecAgg+ rounds: numbers in [-8, 8] to 22 bits. Methods that average plainly do so where nodes are of one size."""
-    clear = FedAggStrategy(model(), settings(algorithm=method, participation=1.0))
+    rate = {"pace": "base"} if method == "fedagg" else {}  # masked nodes are not asked to try rates
+    clear = FedAggStrategy(model(), settings(algorithm=method, participation=1.0, **rate))
     clear.run(HereGrid(client_app(model, data), NODES), wait=0)
-    strategy, _ = secured(algorithm=method, data=data)
+    strategy, _ = secured(algorithm=method, data=data, **rate)
     start = clear.layout.pack(model()).w
     gone = (clear.server.model.w - start).norm()
     assert (strategy.server.model.w - clear.server.model.w).norm() < 0.02 * gone
