@@ -224,7 +224,8 @@ def test_a_bad_answer_costs_one_client_one_round(kind):
 @pytest.mark.parametrize("kind", ["missing", "error", "short", "no metrics"])
 def test_fedagg_does_not_take_a_broken_line_for_a_broken_model(kind):
     strategy, _ = federated(tamper=spoil(2, BAD[kind][0]), algorithm="fedagg", participation=1.0)
-    assert [row["caution"] for row in strategy.book.history] == [1.0, 1.0, 1.0]
+    rates = [row["own_rate"] for row in strategy.book.history]
+    assert rates == sorted(rates)  # the guard would have halved it
     assert strategy.about[1]["clients"] == [0, 1, 3]
 
 
@@ -265,7 +266,7 @@ def test_honest_nodes_are_not_left_out(changes):
 @pytest.mark.filterwarnings("ignore:left out")
 def test_training_that_blows_up_is_judged_as_in_the_simulator():
     """Its losses and rates are no numbers, and FedAgg is to know of it."""
-    options = {"algorithm": "fedagg", "participation": 1.0, "lr": 1e3}
+    options = {"algorithm": "fedagg", "participation": 1.0, "lr": 1e3, "pace": "base"}
     alone = simulated("lenet5", **options)
     strategy, _ = federated("lenet5", **options)
     assert [row["left_out"] for row in strategy.book.history] == [row["left_out"] for row in alone.history] == [3, 3, 3]
