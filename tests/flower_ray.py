@@ -23,7 +23,7 @@ def main(grid, context):
     for method in METHODS:
         strategy = FedAggStrategy(test_flower.model(), test_flower.settings(algorithm=method, eval_every=3))
         strategy.run(grid, wait=60)
-        weights[method] = strategy.server.model.w
+        weights[method] = strategy.server.shown.w
     save_file(weights, sys.argv[1])
 
 
