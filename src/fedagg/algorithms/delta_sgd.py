@@ -9,6 +9,7 @@ lets η grow before its first step, too, and adds 1e-8 to it; the formula does n
 """
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ class DeltaSGD(Algorithm):
     gamma: float = option(2.0, "γ, the rate as a multiple of half the inverse smoothness", gt=0)
     growth: float = option(0.02, "δ, how fast the rate may grow", ge=0)
     eta0: float = option(0.2, "η_0, the rate of a round's first step, in place of lr", gt=0)
+    scheduled: ClassVar[bool] = False
 
     def work(self, clients: Clients) -> Work:
         return replace(super().work(clients), rate=clients.constant(self.eta0), step=self.step)

@@ -7,6 +7,7 @@ public reviews. The paper's smoothed bound is not here.
 """
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from fedagg.work import Client, Gradient, State, Work
 class FedSPS(Algorithm):
     sps_c: float = option(0.5, "c, by which Polyak's rate is divided", gt=0)
     sps_bound: float = option(1.0, "γ_b, the largest rate, in place of lr", gt=0)
+    scheduled: ClassVar[bool] = False
 
     def work(self, clients: Clients) -> Work:
         return replace(super().work(clients), rate=clients.constant(self.sps_bound), step=self.step)
