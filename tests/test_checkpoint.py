@@ -366,9 +366,11 @@ def test_an_interrupt_in_the_middle_of_a_round_drops_the_round(tmp_path: Path, m
     for at, (kind, method) in enumerate([(Sequential, "client"), (tiny.fedagg.federation.Evaluator, "__call__")]):
         run, count, real = tmp_path / f"run{at}", [0], getattr(kind, method)
 
-        def interrupting(*args: Any, real: Any = real, count: list[int] = count) -> Any:
+        when = 5 if method == "__call__" else calls[0] * 2 // 3
+
+        def interrupting(*args: Any, real: Any = real, count: list[int] = count, when: int = when) -> Any:
             count[0] += 1
-            if count[0] == (5 if method == "__call__" else calls[0] * 2 // 3):
+            if count[0] == when:
                 raise KeyboardInterrupt
             return real(*args)
 
