@@ -250,7 +250,7 @@ def test_the_examples_run_on_flower(name: str) -> None:
         del algorithms.REGISTRY[method]
         unknown.run(HereGrid(client_app(dense, node), 3), wait=0)
         (why,) = set(unknown.about[0]["left_out"].values())
-        assert "algorithm = 'moon-here': is not known on this node" in why
+        assert why.startswith("failed")  # a kind of error leaves the node, never its words
 
 
 # --- what guards them -----------------------------------------------------------------------------------------------

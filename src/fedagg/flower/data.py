@@ -70,4 +70,4 @@ def cached(context: Context, make: Callable[[], Sequence[Any]], name: str = "dat
             aside.rename(folder)
         shutil.rmtree(aside, ignore_errors=True)
     # Copied on write: a page that is changed is this process's own.
-    return tuple(np.load(path, mmap_mode="c", allow_pickle=False) for path in sorted(folder.glob("*.npy")))
+    return tuple(np.lib.format.open_memmap(path, mode="c") for path in sorted(folder.glob("*.npy")))
