@@ -19,6 +19,7 @@ import fedagg
 from fedagg import data, files, plots, record, runs
 from fedagg.algorithms import REGISTRY
 from fedagg.cli.partition import trained
+from fedagg.cli.process import leads
 from fedagg.cli.show import Live, err, out, results_table, seeds_table, summed, task
 from fedagg.config import Config, make, read, resolve_each
 from fedagg.data import Dataset
@@ -73,6 +74,8 @@ def compare(
         raise
     if results[-1].interrupted:
         hint(folder, out_dir)
+    if not leads():
+        return 130 if results[-1].interrupted else 0
     title = task(configs[0])
     if seeds > 1:
         title = title.replace(f"seed {configs[0].seed}", f"seeds {configs[0].seed} to {configs[-1].seed}")

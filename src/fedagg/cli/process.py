@@ -1,4 +1,4 @@
-"""The end of the command's process."""
+"""The command's process: is it the one that speaks, and how does it end?"""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import os
 import sys
 import threading
 from typing import NoReturn
+
+
+def leads() -> bool:
+    """Of several processes under torchrun, the first one draws and prints."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def leave(status: int) -> NoReturn:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 import time
@@ -15,6 +14,7 @@ import typer
 import fedagg
 from fedagg import trackers
 from fedagg.cli import given as from_python
+from fedagg.cli.process import leads
 from fedagg.cli.show import Live, err, out, results_table, task
 from fedagg.config import Config, make, read, resolve
 from fedagg.errors import SettingError
@@ -39,7 +39,6 @@ def run(
         raise SettingError("out", str(out_dir), f"--resume goes on in its own folder, {resume}; leave out --out")
     chosen = resumed(resume, config, settings) if resume is not None else resolve(settings, config, settings.pop("preset", None))
     folder = resume or out_dir or default_folder(chosen)
-    leads = os.environ.get("RANK", "0") == "0"  # of several processes under torchrun, the first one speaks
     live = Live(chosen.method)
     followers = [trackers.make(name.strip(), folder) for name in (track or "").split(",") if name.strip()]
     try:
@@ -48,7 +47,7 @@ def run(
         )
     finally:
         live.stop()
-    if leads:
+    if leads():
         tell(result, as_json)
     return 130 if result.interrupted else 0
 
