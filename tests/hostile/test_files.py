@@ -143,14 +143,8 @@ class Starting:
     def __init__(self, start: Any) -> None:
         self.start = start
 
-    def started(self, config: Any, done: int) -> None:
-        pass
-
     def round_done(self, row: dict[str, Any]) -> None:
         self.start()
-
-    def finished(self, result: Any) -> None:
-        pass
 
 
 def test_a_run_in_another_thread_is_refused_and_changes_nothing() -> None:
