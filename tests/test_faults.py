@@ -15,11 +15,10 @@ from torch import Tensor
 
 import fedagg
 import tiny
-from fedagg import algorithms, checkpoint, federation
+from fedagg import algorithms, checkpoint, federation, progress
 from fedagg import clients as clients_module
 from fedagg.algorithms.fedagg import FedAgg
 from fedagg.algorithms.guard import LOSS_JUMP, worse
-from fedagg.cli import show
 from fedagg.clients import Clients, NoClients, Yardstick
 from fedagg.engines import distributed
 from fedagg.faults import KINDS, Faults
@@ -219,8 +218,8 @@ def test_when_nobody_ever_answers_the_model_is_the_first_one(tmp_path: Path) -> 
 
 def test_the_display_says_that_the_model_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     text = io.StringIO()
-    monkeypatch.setattr(show, "err", Console(file=text, force_terminal=True, width=200))
-    live = show.Live("fedavg")
+    monkeypatch.setattr(progress, "err", Console(file=text, force_terminal=True, width=200))
+    live = progress.Live("fedavg")
     tiny.job(algorithm="fedavg", dropout_rate=1.0, rounds=1, callbacks=[live])
     assert "dropped out" in text.getvalue()
     assert "no valid client: model unchanged" in text.getvalue()

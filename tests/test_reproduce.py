@@ -20,11 +20,11 @@ from fedagg.cli import main
 from fedagg.cli.reproduce import chosen
 from fedagg.config import Config
 from fedagg.errors import FedaggError, SettingError
-from fedagg.federation import Result
 from fedagg.reproduce import figures, formats, grid, paper, results, running, table
 from fedagg.reproduce.grid import Cell, Spec
 from fedagg.reproduce.results import Store
 from fedagg.reproduce.running import Stop
+from fedagg.result import Result
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -14,7 +14,7 @@ import fedagg
 from fedagg import cli, trackers
 from fedagg.config import Config
 from fedagg.errors import FedaggError, FedaggWarning, SettingError
-from fedagg.federation import Result
+from fedagg.result import Result
 
 SMALL: dict[str, Any] = {"clients": 10, "epochs": 2, "rounds": 3, "engine": "sequential"}
 theirs = pytest.mark.filterwarnings("ignore")  # what the library and its database layer warn each other of

@@ -11,21 +11,25 @@ if TYPE_CHECKING:
     from fedagg.clients import Clients, Outcome
     from fedagg.config import Config
     from fedagg.data import Dataset
-    from fedagg.federation import Result, run
+    from fedagg.federation import run
     from fedagg.flat import Layout, Model
+    from fedagg.loading import load
+    from fedagg.result import Result
+    from fedagg.stopping import Patience, StopAt
     from fedagg.tuning import Tuned, tune
     from fedagg.work import Chunk, Client, Learner, Work
 
 __version__ = "0.1.0"
 __all__ = [
-    "Algorithm", "Chunk", "Client", "Clients", "Config", "Dataset", "Layout", "Learner", "Model", "Outcome", "Result", "Tuned",
-    "Work", "option", "register", "run", "tune",
+    "Algorithm", "Chunk", "Client", "Clients", "Config", "Dataset", "Layout", "Learner", "Model", "Outcome", "Patience", "Result",
+    "StopAt", "Tuned", "Work", "load", "option", "register", "run", "tune",
 ]  # fmt: skip
 
 HOMES = {
     "Algorithm": "algorithms", "option": "algorithms", "register": "algorithms", "Clients": "clients", "Outcome": "clients",
     "Config": "config",
-    "Dataset": "data", "Result": "federation", "run": "federation", "Layout": "flat", "Model": "flat", "Chunk": "work",
+    "Dataset": "data", "Result": "result", "load": "loading", "run": "federation",
+    "Patience": "stopping", "StopAt": "stopping", "Layout": "flat", "Model": "flat", "Chunk": "work",
     "Client": "work", "Learner": "work", "Work": "work", "Tuned": "tuning", "tune": "tuning",
 }  # fmt: skip
 

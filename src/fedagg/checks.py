@@ -14,10 +14,11 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from fedagg import plugins, seeding
 from fedagg.algorithms.base import LR, REGISTRY, Algorithm
-from fedagg.config import Config, resolve
+from fedagg.config import FROM_PYTHON, Config, make, read, resolve
 from fedagg.data import Dataset
 from fedagg.errors import SettingError, first_line
 from fedagg.flat import copied
+from fedagg.formats import check_run
 from fedagg.options import declared
 from fedagg.registry import origin
 from fedagg.work import Loss, cross_entropy
@@ -86,6 +87,18 @@ def told(algorithm: Algorithm) -> dict[str, Any]:
     name = kind.name if REGISTRY.get(kind.name) is kind else origin(kind)
     rate = {} if algorithm.lr == LR else {"lr": algorithm.lr}
     return {"algorithm": name, "variant": "default"} | rate | {name: getattr(algorithm, name) for name in declared(kind)}
+
+
+def recorded(folder: Path, given: dict[str, Any], algorithm: Algorithm | None) -> Config:
+    """The settings of the run to go on with. What it was given from Python has to be given again."""
+    if not (folder / "config.toml").is_file():
+        raise SettingError("resume", str(folder), "is not a run folder: it has no config.toml")
+    check_run(folder)
+    config = make(read(folder / "config.toml"), recorded=algorithm is not None)
+    if missing := [word for name, word in FROM_PYTHON.items() if getattr(config, name) == "custom" and name not in given]:
+        words = f"the run's {' and '.join(missing)} came from Python; give the same again"
+        raise SettingError("resume", str(folder), f"{words}: fedagg.run(resume=..., {', '.join(f'{w}=...' for w in missing)})")
+    return config
 
 
 def agreed(

@@ -46,6 +46,9 @@ OF_PARTITIONS = {"sigma": ("dirichlet", "dirichlet-class"), "shards": ("shards",
 # What versions before 0.2 wrote into every record, whatever the method: these names tell such a record, these values say nothing.
 ONCE_ALWAYS = {"alpha": 0.1, "variant": "default", "tolerance": 1e-3, "passes": 1, "cap": 1.0}
 
+# What may be given from Python in place of a name: the setting, which is then `custom`, and the keyword of `fedagg.run`.
+FROM_PYTHON = {"dataset": "data", "model": "model", "partition": "parts"}
+
 PRESETS: dict[str, dict[str, Any]] = {
     "mnist-linear": {"dataset": "mnist", "model": "linear", "lr": 0.01, "batch_size": 32, "rounds": 30},
     "mnist-cnn": {"dataset": "mnist", "model": "mnist-cnn", "lr": 0.01, "batch_size": 32, "rounds": 30},

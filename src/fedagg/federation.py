@@ -9,7 +9,6 @@ import shlex
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -18,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import fedagg
-from fedagg import algorithms, checkpoint, checks, engines, interrupt, models, partition, record, seeding
+from fedagg import algorithms, checkpoint, checks, engines, interrupt, models, partition, record, seeding, stopping
+from fedagg import progress as bar
 from fedagg.aggregate import FAR
 from fedagg.checkpoint import Checkpoint
 from fedagg.clients import Clients
@@ -31,6 +31,7 @@ from fedagg.evaluate import Evaluator
 from fedagg.faults import Faults
 from fedagg.flat import Layout, Model, copied
 from fedagg.memory import ClientMemory
+from fedagg.result import Inputs, Result, scores
 from fedagg.server import Server
 from fedagg.surroundings import as_usual
 from fedagg.work import Loss, cross_entropy
@@ -46,7 +47,8 @@ R = TypeVar("R")
 
 class Callback(Protocol):
     """Watches a run: progress displays, trackers. Methods that are missing are not called; `round_done` stops the run after this
-    round by returning True."""
+    round by returning True. One that also has `resumed(history)` is given the rounds that a resumed run has done already, and ends
+    it there by returning True; an attribute `reason` says why."""
 
     def started(self, config: Config, done: int) -> None: ...
 
@@ -55,54 +57,10 @@ class Callback(Protocol):
     def finished(self, result: Result) -> None: ...
 
 
-def tell(callbacks: Sequence[Callback], method: str, *what: Any) -> bool:
-    """Call that method of each; did one return True?"""
-    answers = [getattr(callback, method)(*what) for callback in callbacks if hasattr(callback, method)]
-    return any(answer is True for answer in answers)
-
-
-@dataclass
-class Result:
-    """What a run leaves behind."""
-
-    config: Config
-    history: list[dict[str, Any]]
-    model: nn.Module
-    accuracy: float
-    best_accuracy: float
-    loss: float
-    seconds: float
-    run: Path | None = None
-    interrupted: bool = False
-    left_out: dict[str, dict[str, int]] = field(default_factory=dict)  # by cause: in how many rounds each client was
-    figures: dict[str, float] = field(default_factory=dict)
-
-    def summary(self) -> dict[str, Any]:
-        """The object that `--json` prints."""
-        c = self.config
-        return {
-            "algorithm": c.algorithm,
-            "variant": c.variant,
-            "dataset": c.dataset,
-            "model": c.model,
-            "partition": c.partition,
-            "seed": c.seed,
-            **({"validation": c.validation} if c.validation else {}),
-            "rounds": len(self.history),
-            "accuracy": finite(self.accuracy),
-            "best_accuracy": finite(self.best_accuracy),
-            "loss": finite(self.loss),
-            "seconds": round(self.seconds, 3),
-            "run": str(self.run) if self.run else None,
-            **({"interrupted": True} if self.interrupted else {}),
-            **({"left_out": self.left_out} if self.left_out else {}),
-            **self.figures,
-        }
-
-
-def finite(value: float) -> float | None:
-    """JSON has no infinity, and nothing that is not a number."""
-    return value if math.isfinite(value) else None
+def tell(callbacks: Sequence[Any], method: str, *what: Any) -> str | None:
+    """Call that method of each. If one returned True: why?"""
+    called = [(one, getattr(one, method)(*what)) for one in callbacks if hasattr(one, method)]
+    return next((getattr(one, "reason", "") or type(one).__name__ for one, answer in called if answer is True), None)
 
 
 def guarded(function: Callable[P, R]) -> Callable[P, R]:
@@ -141,6 +99,7 @@ def run(
     out: str | Path | None = None,
     resume: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
+    progress: bool | None = None,
     wrap: Callable[[engines.Engine], engines.Engine] | None = None,
     **settings: Any,
 ) -> Result:
@@ -155,8 +114,9 @@ def run(
         parts: your own partition, an array of indices (or a mask) per client.
         loss: per-sample loss of (output, target), (B,); cross-entropy by default.
         out: the run folder; without one nothing is written.
-        resume: a run folder to go on with.
+        resume: a run folder to go on with. Its settings are taken from there; those given here may change what `--resume` may.
         callbacks: watch the run; one whose `round_done` returns True stops it.
+        progress: show a bar; by default in a notebook and in a terminal, and not where standard error goes elsewhere.
         wrap: put an engine of yours around the run's own, to see (or change) what every client does.
     """
     if resume is not None and out is not None:
@@ -166,19 +126,26 @@ def run(
         settings["model"], model = model, None
     checks.followers(callbacks)
     method = checks.method(algorithm, settings)
-    config = checks.agreed(config, checks.given(data, model, parts), preset, settings, method)
+    given = checks.given(data, model, parts)
+    if resume is not None and config is None and preset is None:
+        config = checks.recorded(resume, given, method)
+    config = checks.agreed(config, given, preset, settings, method)
+    rules = stopping.rules(config)
     simulation = Simulation(config, method, data, model, parts, loss, wrap)
     server = simulation.server
-    with simulation.record(out, resume) as book:
-        watching = () if simulation.follows else callbacks
+    with simulation.record(out, resume) as book, bar.shown(progress, config.method) as bars:
+        watching = () if simulation.follows else (*rules, *callbacks, *bars)
         keeper = Keeper(simulation, book)
         try:
             tell(watching, "started", config, keeper.done)
+            keeper.stopped = tell(watching, "resumed", book.history) if keeper.done else None
         except BaseException:
             book.withdraw()
             raise
         try:
             for t in range(keeper.done, config.rounds):
+                if simulation.agreed(keeper.stopped is not None):
+                    break
                 clock = time.perf_counter()
                 clients = server.clients(t)
                 changed = server.play(clients)
@@ -188,8 +155,7 @@ def run(
                     row["loss"], row["accuracy"] = simulation.evaluator(server.shown)
                 row["seconds"] = round(time.perf_counter() - clock, 6)
                 keeper.book_round(row, clients)
-                if simulation.agreed(tell(watching, "round_done", row)):
-                    break
+                keeper.stopped = tell(watching, "round_done", row)
                 keeper.save_if_due()
         except KeyboardInterrupt as stop:
             keeper.interrupt(str(stop))
@@ -222,7 +188,8 @@ class Simulation:
         if config.threads:
             torch.set_num_threads(config.threads)
         given = data or load(config.dataset, config.data_dir)
-        self.data = seen_data(config, given, parts)
+        self.data, self.loss = seen_data(config, given, parts), loss
+        self.inputs = Inputs.of(self.data)
         parts = checks.indices(parts, self.data) if parts is not None else deal(config, self.data)
         self.module = checks.own(model) if model is not None else build_model(config, self.data)
         checks.try_out(config, self.module, loss, self.data, parts, self.device)
@@ -261,7 +228,7 @@ class Simulation:
     def record(self, out: str | Path | None, resume: str | Path | None) -> record.Record:
         """The run folder: a new one, one to go on with, or none."""
         environment = record.environment(self.device, self.engine.note, fedagg.__version__)
-        environment |= {"data": self.given, "given": self.identity}
+        environment |= {"data": self.given, "given": self.identity, "inputs": self.inputs.facts()}
         if resume is not None and not self.follows:
             return record.Record.resume(Path(resume), self.config, self.identity, environment)
         book = record.Record(Path(out) if out is not None and not self.follows else None, self.config, environment)
@@ -292,6 +259,7 @@ class Keeper:
     def __init__(self, simulation: Simulation, book: record.Record) -> None:
         self.simulation, self.book, self.server, self.memory = simulation, book, simulation.server, simulation.memory
         self.settled, self.done, self.before, self.interrupted = self.server.freeze(0), 0, 0.0, False
+        self.stopped: str | None = None  # why, where a callback has the run end before its last round
         if book.resumed is not None:
             self.server.resume(book.resumed)
             if self.memory is not None:
@@ -324,7 +292,7 @@ class Keeper:
             due = self.done % config.checkpoint_every == 0
         else:
             due = clock - self.saved > max(CHECKPOINT_SECONDS, self.took / CHECKPOINT_SHARE)
-        if due and self.done < config.rounds:
+        if due and self.stopped is None and self.done < config.rounds:
             self.save()
             self.saved = time.perf_counter()
             self.took = self.saved - clock
@@ -341,7 +309,7 @@ class Keeper:
         if self.done:
             self.save()
         module = server.layout.unpack(server.shown.to(torch.device("cpu")), simulation.finished)
-        self.book.model(module)
+        self.book.model(module, simulation.inputs.scale())
         scored = [row for row in history if "accuracy" in row]
         warn_about(history, scored)
         left_out = self.book.unheard()
@@ -350,17 +318,18 @@ class Keeper:
             tell_left_out(left_out, len(history))
         personal = None if self.interrupted else simulation.personal_accuracy()
         result = Result(
-            config=simulation.config,
-            history=history,
-            model=module,
-            accuracy=scored[-1]["accuracy"] if scored else math.nan,
-            best_accuracy=max((row["accuracy"] for row in scored), default=math.nan),
-            loss=scored[-1]["loss"] if scored else math.nan,
+            simulation.config,
+            history,
+            module,
+            *scores(history),
             seconds=seconds,
             run=self.book.folder,
             interrupted=self.interrupted,
+            stopped=None if self.interrupted or self.done == simulation.config.rounds else self.stopped,
             left_out=left_out,
             figures={} if personal is None else {"personal_accuracy": personal},
+            inputs=simulation.inputs,
+            criterion=simulation.loss,
         )
         self.book.result(result.summary())
         return result
@@ -453,7 +422,7 @@ def deal(config: Config, data: Dataset) -> Sequence[Any]:
     )
 
 
-def build_model(config: Config, data: Dataset) -> nn.Module:
+def build_model(config: Config, data: Dataset | Inputs) -> nn.Module:
     if config.model == "custom":
         raise SettingError("model", "custom", "give your own module from Python as model=...")
     seed = seeding.derive(config.seed, "model")

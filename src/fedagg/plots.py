@@ -5,6 +5,7 @@ Matplotlib is loaded when something is drawn, not before: commands that draw not
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -255,6 +256,18 @@ def finish(figure: Figure, handles: Mapping[str, Any], title: str, paths: Sequen
         columns = min(len(handles), max(1, int(figure.get_figwidth() // inches)))
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns, frameon=False)
     return [save(figure, path) for path in paths]
+
+
+def displayed(figure: Figure) -> Figure:
+    """The same, and a notebook shows it: one that pyplot does not know is only named there."""
+
+    def png() -> bytes:
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format="png", dpi=100)
+        return drawn.getvalue()
+
+    figure._repr_png_ = png  # type: ignore[attr-defined]
+    return figure
 
 
 def save(figure: Figure, path: Path) -> Path:

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import torch
 from safetensors.torch import save as save_tensors
-from torch import nn
+from torch import Tensor, nn
 
 from fedagg import checkpoint, files
 from fedagg.checkpoint import Checkpoint
@@ -26,8 +26,10 @@ from fedagg.errors import FedaggError, FedaggWarning, SettingError
 from fedagg.formats import FORMAT, check_run
 
 MAY_CHANGE = {
-    *("rounds", "device", "engine", "threads", "chunk", "checkpoint_every", "data_dir", "client_memory", "eval_every", "plugin")
+    *("rounds", "device", "engine", "threads", "chunk", "checkpoint_every", "data_dir", "client_memory", "eval_every", "plugin"),
+    *("stop_at", "patience"),
 }
+SCALE = "inputs.safetensors"
 # What the last digits of a run depend on beside its settings: with these the same, the same run gives the same bytes.
 DIGITS = ("fedagg", "torch", "processor", "device", "engine", "threads")
 
@@ -177,8 +179,11 @@ class Record:
             now.facts[name] = path.stat().st_size
         checkpoint.save(self.folder / "checkpoints", now)
 
-    def model(self, module: nn.Module) -> None:
+    def model(self, module: nn.Module, scale: dict[str, Tensor] | None = None) -> None:
+        """The weights, and by what samples were standardised, if they were."""
         if self.folder is not None:
+            if scale:
+                files.write(self.folder / SCALE, save_tensors(scale))
             tensors = {k: v.detach().cpu().contiguous().clone() for k, v in module.state_dict().items()}
             files.write(self.folder / "model.safetensors", save_tensors(tensors))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -110,6 +111,11 @@ def measured(what: str, configs: Iterable[Config]) -> str:
     """The accuracy or loss that runs report, by the data it is of."""
     held = {config.validation > 0 for config in configs}
     return what if len(held) > 1 else f"validation {what}" if True in held else f"test {what}"
+
+
+def percent(share: float) -> str:
+    """Before the first round there is none."""
+    return f"{100 * share:.2f} %" if math.isfinite(share) else "-"
 
 
 def details(config: Config) -> dict[str, Any]:

@@ -65,6 +65,8 @@ class Settings(BaseModel):
     flip_rate: float = Field(0.0, ge=0, le=1, description="simulated faults: share of hostile, sign-flipping clients")
     flip_scale: float = Field(1.0, gt=0, lt=1e6, description="simulated faults: what hostile clients multiply by, beside -1")
 
+    stop_at: float | None = Field(None, description="stop when the accuracy reaches this share, e.g. 0.9 for 90 %")
+    patience: int = Field(0, ge=0, description="stop after so many evaluations without a better accuracy; 0 for never")
     average: bool = Field(False, description="report the running average of the global models (for every method)")
     eval_every: int = Field(1, ge=1, description="evaluate every so many rounds")
     checkpoint_every: int = Field(

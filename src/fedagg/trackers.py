@@ -17,8 +17,9 @@ from typing import Any
 from fedagg import files
 from fedagg.config import Config
 from fedagg.errors import FedaggError, FedaggWarning, first_line
-from fedagg.federation import Callback, Result
+from fedagg.federation import Callback
 from fedagg.registry import Registry
+from fedagg.result import Result
 
 
 def make(name: str, folder: Path) -> Callback:

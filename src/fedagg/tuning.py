@@ -245,7 +245,7 @@ def tune(
         def run_mine(cells: list[Cell]) -> bool:
             for cell in cells:
                 if cell.config not in known:
-                    result = fedagg.run(cell.config, data=data, model=module, loss=loss)
+                    result = fedagg.run(cell.config, data=data, model=module, loss=loss, progress=False)
                     if result.interrupted:
                         return False
                     known[cell.config] = result.accuracy

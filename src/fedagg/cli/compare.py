@@ -18,14 +18,16 @@ import typer
 import fedagg
 from fedagg import data, files, plots, record, runs
 from fedagg.algorithms import REGISTRY
-from fedagg.cli.partition import trained
 from fedagg.cli.process import leads
-from fedagg.cli.show import Live, err, out, results_table, seeds_table, summed, task
+from fedagg.cli.show import err, out, results_table, seeds_table, summed, task
 from fedagg.config import Config, make, read, resolve_each
 from fedagg.data import Dataset
 from fedagg.errors import FedaggWarning, MissingError, SettingError
-from fedagg.federation import Result, build_model
+from fedagg.federation import build_model
 from fedagg.formats import check_run
+from fedagg.loading import trained
+from fedagg.progress import Live
+from fedagg.result import Result
 
 NUMBERS = {"accuracy", "best_accuracy", "loss", "seconds"}  # what a result says of a finished run
 
@@ -108,7 +110,7 @@ def same(place: Path, config: Config, folder: Path) -> None:
         return
     check_run(place)
     before, now = make(read(place / "config.toml"), recorded=True).flat(), config.flat()
-    free = record.MAY_CHANGE - {"rounds"}
+    free = record.MAY_CHANGE - {"rounds", "stop_at", "patience"}
     differs = ", ".join(f"{k} {before.get(k)!r}" for k in before | now if before.get(k) != now.get(k) and k not in free)
     if differs:
         raise SettingError("out", str(folder), f"holds a run of {config.method} already, with {differs}; choose another folder")
@@ -133,7 +135,7 @@ def check(config: Config, given: Dataset) -> None:
     """All that a run checks, up to its first round and without a folder: the last method must not be refused after the first has
     been trained for hours. One process does it alone, whatever engine the run has."""
     try:
-        fedagg.run(config.changed(engine="sequential"), data=given, callbacks=[Stopper()])
+        fedagg.run(config.changed(engine="sequential"), data=given, callbacks=[Stopper()], progress=False)
     except Ready:
         return
 
@@ -150,7 +152,8 @@ def run_all(places: Mapping[Config, Path], done: Mapping[Config, Result | None],
         live = Live(own.name)
         new, old = (None, own) if chosen in begun else (own, None)
         try:
-            results.append(fedagg.run(chosen, data=given, out=new, resume=old, callbacks=[] if quiet else [live]))
+            callbacks = [] if quiet else [live]
+            results.append(fedagg.run(chosen, data=given, out=new, resume=old, callbacks=callbacks, progress=False))
         finally:
             live.stop()
         if results[-1].interrupted:
@@ -164,7 +167,8 @@ def finished(folder: Path, given: Dataset) -> Result | None:
     if facts.get("interrupted") or not facts.keys() >= NUMBERS:
         return None
     run = runs.load(folder)
-    if not facts.get("rounds") == len(run.history) == run.config.rounds:  # it was gone on with afterwards, for more rounds
+    rounds = facts.get("rounds") if facts.get("stopped") else run.config.rounds
+    if not facts.get("rounds") == len(run.history) == rounds:  # it was gone on with afterwards, for more rounds
         return None
     model = trained(build_model(run.config, given), folder / "model.safetensors")
     numbers: dict[str, Any] = {key: math.nan if facts[key] is None else facts[key] for key in NUMBERS}

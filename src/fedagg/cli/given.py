@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedagg.config import Config
+from fedagg.config import FROM_PYTHON, Config
 from fedagg.errors import SettingError
-
-PYTHON = {"dataset": "data", "model": "model", "partition": "parts"}  # the setting, and the keyword of `fedagg.run`
 
 
 def keywords(config: Config) -> list[str]:
     """What has to be given from Python to make this run."""
-    return [word for setting, word in PYTHON.items() if getattr(config, setting) == "custom"]
+    return [word for setting, word in FROM_PYTHON.items() if getattr(config, setting) == "custom"]
 
 
 def refuse(config: Config, setting: str, folder: Path, call: str) -> None:

@@ -16,11 +16,12 @@ from fedagg.cli.catalogue import Plugin
 from fedagg.cli.show import err, out
 from fedagg.config import Config
 from fedagg.errors import SettingError, unknown
-from fedagg.federation import Callback, Result
+from fedagg.federation import Callback
 from fedagg.reproduce import figures, formats, grid, running, table
 from fedagg.reproduce.grid import Cell, Spec
 from fedagg.reproduce.results import Store
 from fedagg.reproduce.running import CellResult, Stop
+from fedagg.result import Result
 
 ABOUT = "a table or figure of the paper, `all`, `quick`, or a TOML file like those in experiments/paper"
 ROWS = "rows, by name or beginning, e.g. mnist-linear,cifar10-cnn-iid"

@@ -1,4 +1,4 @@
-"""What people see: consoles, the live display, tables."""
+"""What people see: consoles and tables."""
 
 from __future__ import annotations
 
@@ -13,48 +13,13 @@ from rich.table import Table
 
 from fedagg import paired, runs
 from fedagg.config import Config
+from fedagg.progress import err as err  # for the commands, beside `out`
+from fedagg.runs import percent
 
 if TYPE_CHECKING:  # it takes seconds to import, and the names of methods can be shown without
-    from fedagg.federation import Result
+    from fedagg.result import Result
 
 out = Console()
-err = Console(stderr=True)
-
-
-class Live:
-    """A progress bar over rounds with the latest accuracy and loss; on standard error, so that output can be piped."""
-
-    def __init__(self, label: str) -> None:
-        self.label = label
-        self.progress = Progress(
-            TextColumn("[bold]{task.fields[label]:>13}"),
-            BarColumn(bar_width=28),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[now]}"),
-            TimeRemainingColumn(compact=True),
-            console=err,
-        )
-
-    def started(self, config: Config, done: int) -> None:
-        self.task = self.progress.add_task("", total=config.rounds, completed=done, label=self.label, now="")
-        self.progress.start()
-
-    def round_done(self, row: dict[str, Any]) -> None:
-        now = f"accuracy [green]{100 * row['accuracy']:6.2f} %[/]  loss {row['loss']:.4f}" if "accuracy" in row else ""
-        if row["left_out"]:
-            now += f"  [yellow]left out {row['left_out']} ({', '.join(row['causes'])})[/]"
-            if row.get("unchanged"):
-                now += " [red]no valid client: model unchanged[/]"
-        if now:
-            self.progress.update(self.task, now=now)
-        self.progress.advance(self.task)
-
-    def finished(self, result: Result) -> None:
-        self.progress.stop()
-
-    def stop(self) -> None:
-        if self.progress.live.is_started:  # otherwise stopping would print an empty line
-            self.progress.stop()
 
 
 def task(c: Config) -> str:
@@ -152,8 +117,3 @@ def seeds_table(found: Sequence[Seeds], title: str) -> Table:
             f"{one.seconds:.1f}",
         )
     return whole_width(table)
-
-
-def percent(share: float) -> str:
-    """Before the first round there is none."""
-    return f"{100 * share:.2f} %" if math.isfinite(share) else "-"

@@ -15,11 +15,11 @@ import fedagg
 from fedagg import trackers
 from fedagg.cli import given as from_python
 from fedagg.cli.process import leads
-from fedagg.cli.show import Live, err, out, results_table, task
+from fedagg.cli.show import err, out, results_table, task
 from fedagg.config import Config, make, read, resolve
 from fedagg.errors import SettingError
-from fedagg.federation import Result
 from fedagg.formats import check_run
+from fedagg.result import Result
 
 TRACK = f"follow the run live, one or several of {', '.join(trackers.TRACKERS)}"
 
@@ -39,14 +39,8 @@ def run(
         raise SettingError("out", str(out_dir), f"--resume goes on in its own folder, {resume}; leave out --out")
     chosen = resumed(resume, config, settings) if resume is not None else resolve(settings, config, settings.pop("preset", None))
     folder = resume or out_dir or default_folder(chosen)
-    live = Live(chosen.method)
     followers = [trackers.make(name.strip(), folder) for name in (track or "").split(",") if name.strip()]
-    try:
-        result = fedagg.run(
-            chosen, out=None if resume else folder, resume=resume, callbacks=[*followers, *([] if quiet else [live])]
-        )
-    finally:
-        live.stop()
+    result = fedagg.run(chosen, out=None if resume else folder, resume=resume, callbacks=followers, progress=not quiet)
     if leads():
         tell(result, as_json)
     return 130 if result.interrupted else 0
@@ -61,7 +55,7 @@ def resumed(folder: Path, file: Path | None, settings: dict[str, Any]) -> Config
         raise SettingError("preset", given["preset"], "a run goes on with its own settings; leave out the preset")
     check_run(folder)
     config = make({**read(folder / "config.toml"), **given})
-    from_python.refuse(config, "resume", folder, "fedagg.run(resume={folder!r}, {given}) and the run's settings")
+    from_python.refuse(config, "resume", folder, "fedagg.run(resume={folder!r}, {given})")
     return config
 
 
@@ -84,4 +78,7 @@ def tell(result: Result, as_json: bool) -> None:
     if result.interrupted:
         again = f"go on with: fedagg run --resume {shlex.quote(str(result.run))}"
         err.print(f"stopped after {len(result.history)} rounds; {again}", style="yellow", markup=False, soft_wrap=True)
+    if result.stopped:
+        early = f"stopped after {len(result.history)} of {result.config.rounds} rounds: {result.stopped}"
+        out.print(early, markup=False, highlight=False, soft_wrap=True)
     out.print(f"run folder: {result.run}", markup=False, soft_wrap=True)

@@ -38,6 +38,7 @@ class Dataset:
     y_test: torch.Tensor
     name: str
     classes: int
+    scale: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False)  # mean and deviation, once standardised
     _loaded: list[int] | None = field(default=None, init=False)  # the state of its tensors when `load` made it
 
     def __init__(
@@ -107,7 +108,9 @@ class Dataset:
         std, mean = torch.std_mean(self.x_train, dim=axes, correction=0, keepdim=True)
         std = torch.where(std > 0, std, torch.ones_like(std))
         x_train, x_test = (torch.sub(x, mean).div_(std) for x in (self.x_train, self.x_test))
-        return Dataset(x_train, self.y_train, x_test, self.y_test, self.name, self.classes)
+        made = Dataset(x_train, self.y_train, x_test, self.y_test, self.name, self.classes)
+        object.__setattr__(made, "scale", (mean, std))
+        return made
 
     def held_back(self, share: float, seed: int = 0) -> Dataset:
         """A share of the training samples, drawn at random, takes the place of the test set: choose settings on these, and report

@@ -15,7 +15,7 @@ from typing import Any
 from fedagg import files
 from fedagg.config import NO_BEARING, Config, options_of
 from fedagg.errors import FedaggError, first_line
-from fedagg.federation import Result
+from fedagg.result import Result
 
 COLUMNS = ("accuracy", "loss", "train_loss", "drift", "passes", "samples", "bytes_up", "bytes_down", "seconds")
 

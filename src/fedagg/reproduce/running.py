@@ -27,9 +27,10 @@ from fedagg import data, files, plugins
 from fedagg.config import Config
 from fedagg.data import Dataset
 from fedagg.errors import DataError, FedaggError
-from fedagg.federation import Callback, Result
+from fedagg.federation import Callback
 from fedagg.reproduce.grid import Cell
 from fedagg.reproduce.results import Store, key
+from fedagg.result import Result
 
 DIED = "its process died, perhaps for want of memory; fewer --jobs may help"
 
@@ -190,13 +191,13 @@ def train(config: Config, folder: Path, callbacks: Sequence[Callback]) -> Result
     given = dataset(config.dataset, config.data_dir)
     if (folder / "config.toml").exists():
         try:
-            return fedagg.run(config, data=given, resume=folder, callbacks=callbacks)
+            return fedagg.run(config, data=given, resume=folder, callbacks=callbacks, progress=False)
         except DataError:
             raise
         except FedaggError:
             Store(folder.parent.parent).forget(config)  # of other settings, or damaged: begin again
     files.folder(folder, "results")
-    return fedagg.run(config, data=given, out=folder, callbacks=callbacks)
+    return fedagg.run(config, data=given, out=folder, callbacks=callbacks, progress=False)
 
 
 @lru_cache(maxsize=1)

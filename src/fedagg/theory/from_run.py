@@ -126,7 +126,7 @@ def analyse(
 
     watch = Watch(config.weight_decay)
     kept = config.changed(validation=0.0)  # what is held back is out of the data by now
-    again = federation.run(kept, data=data, model=module, parts=parts, callbacks=[watch], wrap=watch.wrap)
+    again = federation.run(kept, data=data, model=module, parts=parts, callbacks=[watch], wrap=watch.wrap, progress=False)
     compare(run.history, again.history)
     last = Layout(again.model).pack(again.model).w.double()
     models = [one.work.start for one in watch.rounds] + [last]
@@ -135,7 +135,7 @@ def analyse(
 
 def repeatable(config: Config, rounds: int, data_dir: str | None) -> Config:
     """The same run, on this machine, and without what does not change its course."""
-    changes: dict[str, Any] = {"rounds": rounds, "eval_every": rounds, "average": False}
+    changes: dict[str, Any] = {"rounds": rounds, "eval_every": rounds, "average": False, "stop_at": None, "patience": 0}
     if not torch.cuda.is_available():
         changes["device"] = "cpu"
     if config.engine == "distributed":

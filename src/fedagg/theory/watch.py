@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fedagg.config import Config
 from fedagg.engines.base import Engine
-from fedagg.federation import Result
 from fedagg.flat import Model
+from fedagg.result import Result
 from fedagg.work import Chunk, Job, Memory, Work
 
 

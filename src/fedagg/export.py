@@ -1,0 +1,143 @@
+"""A trained network as a file that runs without fedagg: ONNX, TorchScript, or its weights alone. What was written is run, and must
+put out what the network does."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor, nn
+
+import fedagg
+from fedagg import files, seeding
+from fedagg.errors import FedaggError, SettingError, first_line, need, unknown
+from fedagg.flat import copied
+
+if TYPE_CHECKING:
+    from fedagg.result import Result
+
+ENDINGS = {"onnx": "onnx", "torchscript": "pt", "safetensors": "safetensors"}
+SAMPLES = 8  # that the file is tried on
+CLOSE = 1e-4  # of the largest number put out: how far the file's outputs may be from the network's
+
+Run = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A file that was written, and what the check of it found.
+
+    Attributes:
+        path: the file.
+        samples: random samples that it was tried on; 0 for weights alone, which are compared as they are.
+        difference: the largest difference between its outputs and the network's.
+    """
+
+    path: Path
+    samples: int
+    difference: float
+
+
+def export(result: Result, to: str, path: Path | None) -> Exported:
+    """`Result.export`."""
+    if to not in ENDINGS:
+        raise unknown("to", to, ENDINGS)
+    if to == "onnx":
+        for package in ("onnx", "onnxscript", "onnxruntime"):
+            need("export to ONNX", package, "export")
+    path = path or (result.run or Path()) / f"export.{ENDINGS[to]}"
+    if path.is_dir():
+        raise SettingError("out", str(path), f"is a folder; name a file in it, e.g. {path / f'model.{ENDINGS[to]}'}")
+    if to == "safetensors":
+        written, samples, difference = weights(result), 0, 0.0
+    else:
+        network, x = copied(result.network).cpu().eval(), example(result)
+        with torch.no_grad(), one_line(to), quiet():
+            expected = network(x)
+            written, run = (onnx if to == "onnx" else torchscript)(network, x[:2])
+            difference = float((run(x) - expected).abs().max())
+        if not difference <= CLOSE * max(1.0, float(expected.abs().max())):  # also where it is not a number
+            raise FedaggError(f"export to {to}: the file puts out other numbers than the network, by up to {difference:.3g}")
+        samples = len(x)
+    files.folder(path.parent)
+    files.write(path, written)
+    return Exported(path, samples, difference)
+
+
+def example(result: Result) -> Tensor:
+    """Random samples of the run's form; as tokens 0 and 1, which every vocabulary has."""
+    if result.inputs is None:
+        raise SettingError("shape", None, "the run folder does not say what a sample's shape is; give it, e.g. 1,28,28")
+    generator, form = seeding.torch_generator(0, "export"), (SAMPLES, *result.inputs.shape)
+    return torch.randint(2, form, generator=generator) if result.inputs.tokens else torch.rand(form, generator=generator)
+
+
+def weights(result: Result) -> bytes:
+    """The state of the module, under its own names, with what it is of beside it."""
+    tensors = {name: t.detach().cpu().contiguous().clone() for name, t in result.model.state_dict().items()}
+    facts: dict[str, Any] = {"fedagg": fedagg.__version__, "model": result.config.model, "dataset": result.config.dataset}
+    if result.inputs is not None:
+        facts |= result.inputs.facts()
+        if result.inputs.mean is not None and result.inputs.std is not None:
+            facts |= {"mean": result.inputs.mean.flatten().tolist(), "std": result.inputs.std.flatten().tolist()}
+    written = save_tensors(tensors, {"format": "pt", "fedagg": json.dumps(facts)})
+    if not all(torch.equal(tensor, tensors[name]) for name, tensor in load_tensors(written).items()):
+        raise FedaggError("export to safetensors: what was written is not what the model holds")
+    return written
+
+
+def torchscript(network: nn.Module, x: Tensor) -> tuple[bytes, Run]:
+    """Traced: what the network does with a sample must not depend on its values."""
+    buffer = io.BytesIO()
+    torch.jit.save(torch.jit.trace(network, x), buffer)
+    written = buffer.getvalue()
+    return written, torch.jit.load(io.BytesIO(written))
+
+
+def onnx(network: nn.Module, x: Tensor) -> tuple[bytes, Run]:
+    """With a batch of any size. One file, weights inside."""
+    import onnxruntime
+
+    batch = torch.export.Dim("batch")
+    program = torch.onnx.export(
+        network, (x,), dynamo=True, verbose=False, dynamic_shapes=({0: batch},), input_names=["x"], output_names=["output"]
+    )
+    assert program is not None
+    written: bytes = program.model_proto.SerializeToString()
+    session = onnxruntime.InferenceSession(written, providers=["CPUExecutionProvider"])
+    return written, lambda given: torch.from_numpy(session.run(None, {"x": given.numpy()})[0])
+
+
+@contextmanager
+def one_line(to: str) -> Iterator[None]:
+    """What a network does that a format has no words for is said in many lines, by several libraries."""
+    try:
+        yield
+    except FedaggError:
+        raise
+    except Exception as error:
+        raise FedaggError(f"export to {to}: {first_line(error)}; the network does something that the format cannot hold") from None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Torch deprecates TorchScript, and remarks on packages that nobody asked for."""
+    logger = logging.getLogger("torch.onnx")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)

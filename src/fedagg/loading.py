@@ -1,0 +1,102 @@
+"""A run folder read back into the object that the run returned: `fedagg.load`."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from fedagg import checks, data, models, plugins, runs
+from fedagg.config import Config
+from fedagg.errors import FedaggError, SettingError
+from fedagg.federation import build_model
+from fedagg.record import SCALE
+from fedagg.result import Inputs, Result, scores
+from fedagg.runs import Run
+from fedagg.work import Loss, cross_entropy
+
+
+def load(run: str | Path, *, model: nn.Module | None = None, loss: Loss | None = None) -> Result:
+    """The result of a run, from its folder: settings, history, and the network with its weights.
+
+    Args:
+        run: the run folder.
+        model: the network, where the run got it from Python: a folder holds its weights, and cannot rebuild it.
+        loss: the loss of a sample, where the run got that from Python; only `evaluate` needs it.
+    """
+    folder = checks.path("run", run)
+    if folder is None:
+        raise SettingError("run", run, "give the name of a run folder")
+    if model is not None:
+        checks.given(None, model, None)  # is it a module at all?
+    kept = runs.load(folder)
+    inputs = inputs_of(kept)
+    module = trained(checks.own(model) if model is not None else rebuilt(kept.config, inputs, folder), folder / "model.safetensors")
+    history = [{name: math.nan if value is None else value for name, value in row.items()} for row in kept.history]
+    facts = kept.result
+    name = kept.environment.get("given", {}).get("loss", checks.name_of(cross_entropy))
+    result = Result(
+        kept.config,
+        history,
+        module,
+        *scores(history),
+        seconds=float(facts.get("seconds") or sum(row.get("seconds", 0.0) for row in history)),
+        run=folder,
+        interrupted=bool(facts.get("interrupted", False)),
+        stopped=facts.get("stopped"),
+        left_out=facts.get("left_out", {}),
+        inputs=inputs,
+        criterion=loss or (cross_entropy if name == checks.name_of(cross_entropy) else None),
+    )
+    result.figures = {key: value for key, value in facts.items() if key not in result.summary() and isinstance(value, int | float)}
+    return result
+
+
+def inputs_of(run: Run) -> Inputs | None:
+    """What the folder says of the samples; earlier versions, and servers of federations, say nothing."""
+    facts: Any = run.environment.get("inputs")
+    try:
+        found = Inputs(tuple(map(int, facts["shape"])), int(facts["classes"]), bool(facts["tokens"]), **scale_of(run))
+    except (KeyError, TypeError, ValueError):
+        return None
+    return found
+
+
+def scale_of(run: Run) -> dict[str, Tensor]:
+    path = run.folder / SCALE
+    if not run.config.normalize:
+        return {}
+    try:
+        found = load_file(path)
+        return {name: found[name] for name in ("mean", "std")}
+    except (SafetensorError, OSError, KeyError):
+        raise FedaggError(f"{path}: is missing or damaged, and the run standardised its samples; make the run again") from None
+
+
+def rebuilt(config: Config, inputs: Inputs | None, folder: Path) -> nn.Module:
+    """The network as the run began with it."""
+    if config.model == "custom":
+        words = f"the run's model came from Python; give it again: fedagg.load({str(folder)!r}, model=...)"
+        raise SettingError("run", str(folder), words)
+    if not models.ARCHITECTURES.has(config.model):
+        plugins.load(config.plugin)
+    return build_model(config, inputs or data.load(config.dataset, config.data_dir))
+
+
+def trained(module: nn.Module, path: Path) -> nn.Module:
+    """The module with the weights that a run ended with."""
+    again = f"have it written with: fedagg run --resume {shlex.quote(str(path.parent))}"
+    if not path.exists():
+        raise SettingError("run", str(path.parent), f"has no model.safetensors: the run is not finished; {again}")
+    try:
+        module.load_state_dict(load_file(path))
+    except (SafetensorError, OSError):
+        raise FedaggError(f"{path}: is damaged; {again}") from None
+    except RuntimeError:  # names or shapes that are not the module's
+        raise FedaggError(f"{path}: holds the weights of another model; {again}") from None
+    return module
