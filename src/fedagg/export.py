@@ -99,7 +99,7 @@ def weights(result: Result) -> bytes:
 def torchscript(network: nn.Module, x: Tensor) -> tuple[bytes, Run]:
     """Traced: what the network does with a sample must not depend on its values."""
     buffer = io.BytesIO()
-    torch.jit.save(torch.jit.trace(network, x), buffer)
+    torch.jit.save(torch.jit.trace(network, x, check_trace=False), buffer)  # the file is checked instead
     written = buffer.getvalue()
     return written, torch.jit.load(io.BytesIO(written))
 

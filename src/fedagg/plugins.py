@@ -7,6 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from fedagg.errors import FedaggError, SettingError, first_line
@@ -36,6 +37,13 @@ def load(names: Iterable[str]) -> None:
             raise
         except (Exception, SystemExit) as error:  # whatever the user's code raises
             raise SettingError("plugin", name, f"cannot be loaded: {type(error).__name__}: {first_line(error)}") from None
+
+
+def module(name: str) -> ModuleType:
+    """The module of a plugin, loaded if it is not yet."""
+    (given,) = named(name)
+    load([given])
+    return sys.modules[_loaded.get(given, given)]
 
 
 def from_file(path: Path) -> None:

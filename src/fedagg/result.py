@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import html
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -207,16 +208,18 @@ class Result:
             plots.save(figure, Path(path))
         return plots.displayed(figure)
 
-    def export(self, to: str, path: str | Path | None = None) -> Exported:
+    def export(self, to: str, path: str | Path | None = None, *, shape: Sequence[int] | None = None) -> Exported:
         """Write the network to a file that runs without fedagg, and run that file to see that it puts out the same.
 
         Args:
             to: `onnx`, `torchscript` or `safetensors` (weights alone).
             path: the file; by default `export.onnx` and the like in the run folder.
+            shape: of one sample, where the run folder does not say it; of real numbers then.
         """
         if path is None and self.run is None:
             raise SettingError("path", None, "the run has no folder; say where the file is to go")
-        return export(self, to, Path(path) if path is not None else None)
+        known = self.inputs or (Inputs(tuple(shape), 0) if shape is not None else None)
+        return export(replace(self, inputs=known), to, Path(path) if path is not None else None)
 
     def __repr__(self) -> str:
         c, how = self.config, ", interrupted" if self.interrupted else f", stopped: {self.stopped}" if self.stopped else ""

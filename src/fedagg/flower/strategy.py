@@ -175,6 +175,9 @@ class FedAggStrategy(Strategy):
         for name in SIMULATED:
             if (value := getattr(config, name)) != Config.model_fields[name].default:
                 raise SettingError(name, value, "is for simulations: nodes have their own data and faults; leave it out")
+        for name in ("stop_at", "patience"):
+            if (value := getattr(config, name)) != Config.model_fields[name].default:
+                raise SettingError(name, value, "ends simulated runs; a federation makes all its rounds, leave it out")
         self.members = Members(self.layout, max(timeout, GREETING))
         algorithm = algorithms.build(config.method, config.flat())
         self.options = algorithms.options(config.method, config.flat())
