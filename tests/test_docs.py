@@ -8,6 +8,7 @@ be commands that exist.
 from __future__ import annotations
 
 import contextlib
+import html
 import io
 import re
 import shlex
@@ -21,6 +22,7 @@ import click
 import pytest
 import typer
 
+import tiny
 from fedagg import __version__, data, models, partition, trackers
 from fedagg.algorithms import REGISTRY, fedagg, guard
 from fedagg.cli import app, main
@@ -155,6 +157,40 @@ def test_every_constant_of_fedagg_is_explained() -> None:
     both = {**vars(fedagg), **vars(guard)}
     there = {name: repr(value) for name, value in both.items() if name.isupper() and name != "KEPT"}
     assert told == there
+
+
+def test_every_key_of_the_record_is_in_the_glossary(tmp_path: Path) -> None:
+    """Of every method, with what faults add, and of federations; and the glossary explains nothing that is not written."""
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").split("## The keys of", 1)[1]
+    told = [key for row in re.findall(r"^\| (`.+?) \|", page, re.MULTILINE) for key in re.findall(r"`(\w+)`", row)]
+    assert len(told) == len(set(told))
+    written = {key for method in REGISTRY for row in tiny.job(algorithm=method, rounds=1, epochs=1).history for key in row}
+    for more in ({"dropout_rate": 1.0}, {"algorithm": "fedagg", "variant": "paper", "passes": 2}):
+        written |= {key for row in tiny.job(rounds=1, epochs=1, **more).history for key in row}
+    server = (ROOT / "src" / "fedagg" / "flower" / "strategy.py").read_text(encoding="utf-8")
+    written |= {*re.findall(r'row\["(\w+)"\] = ', server), "epsilon", "epsilon_replaced"}
+    assert sorted(told) == sorted(written)
+
+
+def test_the_font_of_the_site_has_every_character_of_its_formulas() -> None:
+    """The letters of variables as browsers draw them, in italics."""
+    fonts = pytest.importorskip("fontTools.ttLib", reason="comes with matplotlib")
+    mathml = pytest.importorskip("mathml", reason="needs latex2mathml").mathml
+    font = fonts.TTFont(ROOT / "docs" / "assets" / "stix-two-math.woff")
+    assert "MATH" in font  # by which bars and roots are stretched
+    needed: set[str] = set()
+    for page in PAGES[1:]:
+        text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+        for formula in re.findall(r"\$\$(.+?)\$\$|(?<![\\$\w])\$([^$\n]+?)\$(?!\w)", text, re.DOTALL):
+            drawn = html.unescape(mathml("".join(formula), bool(formula[0])))
+            needed |= set(re.sub(r"<[^>]+>", "", drawn)) - {"\n"}
+            for letter in re.findall(r"<mi>([A-Za-z])</mi>", drawn):
+                start = 0x1D434 if letter.isupper() else 0x1D44E
+                italic = chr(start + ord(letter) - ord("A" if letter.isupper() else "a"))
+                needed.add("ℎ" if letter == "h" else italic)
+    assert len(needed) > 60
+    missing = {character for character in needed if ord(character) not in font.getBestCmap()}
+    assert not missing
 
 
 def test_the_version_is_the_same_everywhere() -> None:

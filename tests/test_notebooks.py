@@ -1,0 +1,81 @@
+"""The notebooks in `examples/` run from top to bottom in a real kernel, and show what they should."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+nbformat: Any = pytest.importorskip("nbformat", reason="needs fedagg[dev]")
+nbclient: Any = pytest.importorskip("nbclient", reason="needs fedagg[dev]")
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+
+
+def executed(name: str, folder: Path) -> list[str]:
+    """What each code cell put out, one text a cell: words, HTML and the kinds of pictures."""
+    book = nbformat.read(EXAMPLES / name, as_version=4)
+    nbclient.NotebookClient(book, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
+    return ["\n".join(map(words, cell.outputs)) for cell in book.cells if cell.cell_type == "code"]
+
+
+def words(output: Any) -> str:
+    if output.output_type == "stream":
+        return f"[{output.name}] {output.text}"
+    assert output.output_type != "error"
+    return "\n".join(f"[{kind}] {value if kind.startswith('text') else ''}" for kind, value in output.data.items())
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**QUIET, "FLWR_HOME": str(tmp_path / "home"), "IPYTHONDIR": str(tmp_path / "ipython")}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_notebooks_are_stored_without_what_they_put_out() -> None:
+    found = sorted(EXAMPLES.glob("*.ipynb"))
+    assert [path.stem for path in found] == ["federation", "first-run", "own-data", "own-method"]
+    for path in found:
+        book = nbformat.read(path, as_version=4)
+        nbformat.validate(book)
+        assert not any(cell.outputs or cell.execution_count for cell in book.cells if cell.cell_type == "code")
+
+
+@pytest.mark.slow
+def test_first_run(tmp_path: Path) -> None:
+    ran, frame, plotted, loaded, longer, exported = executed("first-run.ipynb", tmp_path)
+    bar, table = ran.split("<table", 1)
+    assert "10/10" in bar  # the bar, once, as it was at the end
+    assert bar.count("<pre") == 1
+    assert "[stderr]" not in ran
+    assert "<polyline" in table
+    assert "bytes_up" in frame
+    assert "[image/png]" in plotted
+    assert "run folder runs/first" in loaded
+    assert "'accuracy': 0." in loaded
+    assert re.search(r"1\d of 20 rounds|20 of 20 rounds", longer)
+    assert "difference=" in exported
+    assert (tmp_path / "digits.pt").stat().st_size > 4 * 7850
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["own-data.ipynb", "own-method.ipynb"])
+def test_own_data_and_own_method(name: str, tmp_path: Path) -> None:
+    put_out = executed(name, tmp_path)
+    assert sum("<polyline" in text for text in put_out) == 1
+    assert not any("[stderr]" in text for text in put_out)
+    if name == "own-method.ipynb":
+        assert "<pre" not in put_out[1]  # progress=False
+
+
+@pytest.mark.slow
+def test_federation(tmp_path: Path) -> None:
+    pytest.importorskip("flwr", reason="needs fedagg[flower]")
+    pytest.importorskip("ray", reason="needs fedagg[flower]")
+    *_, shown, scores = executed("federation.ipynb", tmp_path)
+    assert "2 of 2" in shown
+    assert "<polyline" in shown
+    assert "'accuracy': 0." in scores
