@@ -1,4 +1,4 @@
-"""Cut STIX Two Math down to what formulas use: `python tools/math_font.py STIXTwoMath.woff`. npm has it as @fontsource/stix-two-math.
+"""Cut STIX Two Math (npm has it as @fontsource/stix-two-math) down to what formulas use: `python tools/math_font.py FILE.woff`.
 
 The site brings this font, so that formulas look the same everywhere; browsers stretch bars, roots and brackets by its MATH table.
 """

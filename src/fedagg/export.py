@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load as load_tensors
@@ -22,9 +22,7 @@ import fedagg
 from fedagg import files, seeding
 from fedagg.errors import FedaggError, SettingError, first_line, need, unknown
 from fedagg.flat import copied
-
-if TYPE_CHECKING:
-    from fedagg.result import Result
+from fedagg.inputs import Inputs
 
 ENDINGS = {"onnx": "onnx", "torchscript": "pt", "safetensors": "safetensors"}
 SAMPLES = 8  # that the file is tried on
@@ -48,23 +46,24 @@ class Exported:
     difference: float
 
 
-def export(result: Result, to: str, path: Path | None) -> Exported:
-    """`Result.export`."""
+def export(network: nn.Module, inputs: Inputs | None, to: str, path: Path | None, folder: Path, facts: dict[str, Any]) -> Exported:
+    """`Result.export`: without a path, into the folder; `facts` go with weights that are written alone."""
     if to not in ENDINGS:
         raise unknown("to", to, ENDINGS)
     if to == "onnx":
         for package in ("onnx", "onnxscript", "onnxruntime"):
             need("export to ONNX", package, "export")
-    path = path or (result.run or Path()) / f"export.{ENDINGS[to]}"
+    path = path or folder / f"export.{ENDINGS[to]}"
     if path.is_dir():
         raise SettingError("out", str(path), f"is a folder; name a file in it, e.g. {path / f'model.{ENDINGS[to]}'}")
     if to == "safetensors":
-        written, samples, difference = weights(result), 0, 0.0
+        written, samples, difference = weights(network, inputs, facts), 0, 0.0
     else:
-        network, x = copied(result.network).cpu().eval(), example(result)
+        x, whole = example(inputs), copied(network).cpu()
+        whole = (inputs.in_front(whole) if inputs is not None else whole).eval()
         with torch.no_grad(), one_line(to), quiet():
-            expected = network(x)
-            written, run = (onnx if to == "onnx" else torchscript)(network, x[:2])
+            expected = whole(x)
+            written, run = (onnx if to == "onnx" else torchscript)(whole, x[:2])
             difference = float((run(x) - expected).abs().max())
         if not difference <= CLOSE * max(1.0, float(expected.abs().max())):  # also where it is not a number
             raise FedaggError(f"export to {to}: the file puts out other numbers than the network, by up to {difference:.3g}")
@@ -74,22 +73,21 @@ def export(result: Result, to: str, path: Path | None) -> Exported:
     return Exported(path, samples, difference)
 
 
-def example(result: Result) -> Tensor:
+def example(inputs: Inputs | None) -> Tensor:
     """Random samples of the run's form; as tokens 0 and 1, which every vocabulary has."""
-    if result.inputs is None:
+    if inputs is None:
         raise SettingError("shape", None, "the run folder does not say what a sample's shape is; give it, e.g. 1,28,28")
-    generator, form = seeding.torch_generator(0, "export"), (SAMPLES, *result.inputs.shape)
-    return torch.randint(2, form, generator=generator) if result.inputs.tokens else torch.rand(form, generator=generator)
+    generator, form = seeding.torch_generator(0, "export"), (SAMPLES, *inputs.shape)
+    return torch.randint(2, form, generator=generator) if inputs.tokens else torch.rand(form, generator=generator)
 
 
-def weights(result: Result) -> bytes:
+def weights(network: nn.Module, inputs: Inputs | None, facts: dict[str, Any]) -> bytes:
     """The state of the module, under its own names, with what it is of beside it."""
-    tensors = {name: t.detach().cpu().contiguous().clone() for name, t in result.model.state_dict().items()}
-    facts: dict[str, Any] = {"fedagg": fedagg.__version__, "model": result.config.model, "dataset": result.config.dataset}
-    if result.inputs is not None:
-        facts |= result.inputs.facts()
-        if result.inputs.mean is not None and result.inputs.std is not None:
-            facts |= {"mean": result.inputs.mean.flatten().tolist(), "std": result.inputs.std.flatten().tolist()}
+    tensors = {name: t.detach().cpu().contiguous().clone() for name, t in network.state_dict().items()}
+    facts = {"fedagg": fedagg.__version__, **facts}
+    if inputs is not None:
+        scale = {name: value.flatten().tolist() for name, value in inputs.scale().items()}
+        facts |= inputs.facts() | scale
     written = save_tensors(tensors, {"format": "pt", "fedagg": json.dumps(facts)})
     if not all(torch.equal(tensor, tensors[name]) for name, tensor in load_tensors(written).items()):
         raise FedaggError("export to safetensors: what was written is not what the model holds")

@@ -30,8 +30,9 @@ from fedagg.errors import FedaggError, FedaggWarning, SettingError
 from fedagg.evaluate import Evaluator
 from fedagg.faults import Faults
 from fedagg.flat import Layout, Model, copied
+from fedagg.inputs import Inputs
 from fedagg.memory import ClientMemory
-from fedagg.result import Inputs, Result, scores
+from fedagg.result import Result, scores
 from fedagg.server import Server
 from fedagg.surroundings import as_usual
 from fedagg.work import Loss, cross_entropy

@@ -15,8 +15,9 @@ from fedagg import checks, data, models, plugins, runs
 from fedagg.config import Config
 from fedagg.errors import FedaggError, SettingError
 from fedagg.federation import build_model
+from fedagg.inputs import Inputs
 from fedagg.record import SCALE
-from fedagg.result import Inputs, Result, scores
+from fedagg.result import Result, scores
 from fedagg.runs import Run
 from fedagg.work import Loss, cross_entropy
 

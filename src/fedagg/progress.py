@@ -67,7 +67,8 @@ class PageLive(Live):
     def show(self) -> None:
         from IPython.display import HTML, display
 
-        self.html, self.drawn = HTML, time.monotonic()
+        self.html: Any = HTML
+        self.drawn = time.monotonic()
         self.handle: Any = display(HTML(self.drawing()), display_id=True)
 
     def round_done(self, row: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from fedagg import data, plots, runs
 from fedagg.config import Config
-from fedagg.data import Array, Dataset
+from fedagg.data import Array
 from fedagg.errors import SettingError, need
 from fedagg.evaluate import parted
 from fedagg.export import Exported, export
+from fedagg.inputs import Inputs
 from fedagg.runs import percent
 from fedagg.stopping import metric
 from fedagg.work import Loss, cross_entropy
@@ -29,52 +30,6 @@ if TYPE_CHECKING:
 
 BATCH = 500  # samples at a time
 NOT_GIVEN = "came from Python; give it again: fedagg.load({run!r}, loss=...)"
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What a network was trained on.
-
-    Attributes:
-        shape: of one sample.
-        classes: how many there are.
-        tokens: are samples whole numbers, such as token ids?
-        mean: what was subtracted from samples, where the run standardised them.
-        std: what they were divided by then.
-    """
-
-    shape: tuple[int, ...]
-    classes: int
-    tokens: bool = False
-    mean: Tensor | None = None
-    std: Tensor | None = None
-
-    @classmethod
-    def of(cls, seen: Dataset) -> Inputs:
-        """From the data as clients see them."""
-        mean, std = seen.scale if seen.scale is not None else (None, None)
-        return cls(seen.shape, seen.classes, not seen.x_train.is_floating_point(), mean, std)
-
-    def scale(self) -> dict[str, Tensor]:
-        """The numbers of the standardisation, for a file of their own."""
-        return {name: value for name, value in (("mean", self.mean), ("std", self.std)) if value is not None}
-
-    def facts(self) -> dict[str, Any]:
-        """For the record: all but the numbers of the standardisation."""
-        return {"shape": list(self.shape), "classes": self.classes, "tokens": self.tokens}
-
-
-class Standardised(nn.Module):
-    """A network with what the run did to its samples in front of it: it takes them as people have them."""
-
-    def __init__(self, network: nn.Module, mean: Tensor, std: Tensor) -> None:
-        super().__init__()
-        self.network = network
-        self.mean, self.std = nn.Buffer(mean), nn.Buffer(std)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.network((x - self.mean) / self.std)
-        return output
 
 
 @dataclass(repr=False, eq=False)
@@ -140,10 +95,7 @@ class Result:
     @property
     def network(self) -> nn.Module:
         """The model as it takes samples from outside: with the standardisation of the run, if it had one, in front."""
-        inputs = self.inputs
-        if inputs is None or inputs.mean is None or inputs.std is None:
-            return self.model
-        return Standardised(self.model, inputs.mean, inputs.std)
+        return self.model if self.inputs is None else self.inputs.in_front(self.model)
 
     def outputs(self, x: Array) -> Tensor:
         """What the network puts out for samples: a row of numbers each. Samples are given as to `fedagg.Dataset`: images of bytes
@@ -218,8 +170,9 @@ class Result:
         """
         if path is None and self.run is None:
             raise SettingError("path", None, "the run has no folder; say where the file is to go")
-        known = self.inputs or (Inputs(tuple(shape), 0) if shape is not None else None)
-        return export(replace(self, inputs=known), to, Path(path) if path is not None else None)
+        given = Inputs(tuple(shape), 0) if shape is not None else None
+        facts = {"model": self.config.model, "dataset": self.config.dataset}
+        return export(self.model, self.inputs or given, to, None if path is None else Path(path), self.run or Path(), facts)
 
     def __repr__(self) -> str:
         c, how = self.config, ", interrupted" if self.interrupted else f", stopped: {self.stopped}" if self.stopped else ""
