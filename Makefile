@@ -30,8 +30,8 @@ quick: $(VENV)/.dev lint
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 lint: $(VENV)/.dev
-	$(VENV)/bin/ruff check src tests tools benchmarks
-	$(VENV)/bin/ruff format --check src tests tools benchmarks
+	$(VENV)/bin/ruff check src tests tools benchmarks examples
+	$(VENV)/bin/ruff format --check src tests tools benchmarks examples
 	$(VENV)/bin/mypy
 
 docs: $(VENV)/.dev

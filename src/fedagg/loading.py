@@ -40,7 +40,8 @@ def load(run: str | Path, *, model: nn.Module | None = None, loss: Loss | None =
     module = trained(checks.own(model) if model is not None else rebuilt(kept.config, inputs, folder), folder / "model.safetensors")
     history = [{name: math.nan if value is None else value for name, value in row.items()} for row in kept.history]
     facts = kept.result
-    name = kept.environment.get("given", {}).get("loss", checks.name_of(cross_entropy))
+    given: Any = kept.environment.get("given")
+    name = given.get("loss") if isinstance(given, dict) else None  # a federation's server does not say
     result = Result(
         kept.config,
         history,
@@ -52,7 +53,7 @@ def load(run: str | Path, *, model: nn.Module | None = None, loss: Loss | None =
         stopped=facts.get("stopped"),
         left_out=facts.get("left_out", {}),
         inputs=inputs,
-        criterion=loss or (cross_entropy if name == checks.name_of(cross_entropy) else None),
+        criterion=loss or (cross_entropy if name in (None, checks.name_of(cross_entropy)) else None),
     )
     result.figures = {key: value for key, value in facts.items() if key not in result.summary() and isinstance(value, int | float)}
     return result

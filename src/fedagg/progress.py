@@ -100,7 +100,7 @@ _up: list[Live] = []  # the bars that are shown now
 
 def watched() -> bool:
     """Does somebody look? Not where standard error is a file or a pipe, nor at a run within a run, which has a bar already."""
-    return not _up and (err.is_jupyter or sys.stderr.isatty())
+    return not _up and (err.is_jupyter or getattr(sys.stderr, "isatty", bool)())
 
 
 @contextmanager
