@@ -75,7 +75,8 @@ def test_own_data_and_own_method(name: str, tmp_path: Path) -> None:
 def test_federation(tmp_path: Path) -> None:
     pytest.importorskip("flwr", reason="needs fedagg[flower]")
     pytest.importorskip("ray", reason="needs fedagg[flower]")
-    *_, shown, scores = executed("federation.ipynb", tmp_path)
+    *_, shown, scores, exported = executed("federation.ipynb", tmp_path)
     assert "2 of 2" in shown
     assert "<polyline" in shown
     assert "'accuracy': 0." in scores
+    assert "samples=8" in exported

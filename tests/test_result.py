@@ -329,7 +329,14 @@ def test_a_run_ends_where_its_accuracy_is_reached(tmp_path: Path) -> None:
 
 def test_a_run_ends_when_it_no_longer_gets_better(tmp_path: Path) -> None:
     """At a rate of nearly zero every accuracy is that of the first round."""
-    settings: dict[str, Any] = {"algorithm": "fedavg", "lr": 1e-9, "rounds": 9, "eval_every": 2, "patience": 2}
+    settings: dict[str, Any] = {
+        "algorithm": "fedavg",
+        "lr": 1e-9,
+        "rounds": 9,
+        "eval_every": 2,
+        "patience": 2,
+        "engine": "sequential",
+    }
     data, line = tiny.dataset(), nn.Linear(6, 3)
     made = fedagg.run(data=data, model=line, clients=6, epochs=1, **settings, out=tmp_path / "run")
     assert len(made.history) == 6  # evaluated in 2, 4 and 6
