@@ -193,7 +193,7 @@ def test_a_round_with_no_valid_client_changes_nothing_and_says_so(
 ) -> None:
     """Nobody answers in rounds 3 and 5: the model and everything that is remembered stay as they were."""
     monkeypatch.setattr(Faults, "drops", lambda self, t, client: t in (2, 4))
-    monkeypatch.setattr(federation.Simulation, "personal_accuracy", lambda _: 0.5)
+    monkeypatch.setattr(federation.Simulation, "personal", lambda _: 0.5)
     seen: list[dict[str, Tensor]] = []
     freeze = Server.freeze
     monkeypatch.setattr(Server, "freeze", lambda self, done: seen.append(freeze(self, done).tensors) or freeze(self, done))

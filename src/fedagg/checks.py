@@ -20,7 +20,8 @@ from fedagg.errors import SettingError, first_line
 from fedagg.flat import copied
 from fedagg.options import declared
 from fedagg.registry import origin
-from fedagg.work import Loss, cross_entropy
+from fedagg.tasks import CLASSIFICATION, Task
+from fedagg.work import Loss
 
 
 def given(data: Dataset | None, model: nn.Module | None, parts: Sequence[Any] | None) -> dict[str, Any]:
@@ -155,7 +156,24 @@ def images(augment: str, data: Dataset) -> None:
         raise SettingError("augment", augment, words)
 
 
-def try_out(config: Config, module: nn.Module, loss: Loss, data: Dataset, parts: Sequence[Any], device: torch.device) -> None:
+def fits(config: Config, algorithm: Algorithm, task: Task) -> None:
+    """Can the method learn this task, and can clients be told apart in it?"""
+    if task.name == CLASSIFICATION.name:
+        return
+    if algorithm.labels:
+        raise SettingError("algorithm", config.method, f"looks at class labels, and the task is {task.name}; choose another method")
+    asked = [f"--{name.replace('_', '-')}" for name in ("per_client", "personal") if getattr(config, name)]
+    asked += [config.method] if type(algorithm).personalised is not Algorithm.personalised else []
+    if asked and not config.client_test:
+        words = (
+            f"{asked[0]} tests on samples like a client's own, which labels tell, and {task.name} has none; give a share, as 0.2"
+        )
+        raise SettingError("client_test", config.client_test, words)
+
+
+def try_out(
+    config: Config, module: nn.Module, loss: Loss, task: Task, data: Dataset, parts: Sequence[Any], device: torch.device
+) -> None:
     """The first mini-batch of all: what does not fit together is said here, in one line, and not by whoever meets it first."""
 
     def wrong(words: str, error: Exception | None = None) -> SettingError:
@@ -180,18 +198,20 @@ def try_out(config: Config, module: nn.Module, loss: Loss, data: Dataset, parts:
         except Exception as error:  # whatever layers say to what they cannot take
             words = f"does not take samples of shape {tuple(data.shape)} in {str(x.dtype)[6:]}{hint(module, data)}"
             raise wrong(words, error) from None
-        if not rows(output, len(x)):
+        if words := misfit(output, y, task, data):
             form = tuple(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__}"
-            raise wrong(f"must put out a row of numbers a sample, a number a class, and put out {form} for {len(x)} samples")
-        if loss is cross_entropy and output.shape[1] < data.classes:
+            raise wrong(f"must put out {words}, and put out {form} for {len(x)} samples")
+        if loss is task.loss and data.task in ("classification", "tokens") and output.shape[-1] < data.classes:
             unused = not bool((data.y_train == 0).any() | (data.y_test == 0).any())
             advice = "; no label is 0: count from 0, with y - 1" if unused else ""
-            words = f"puts out {output.shape[1]} numbers a sample; labels from 0 to {data.classes - 1} need {data.classes}{advice}"
+            each = "a sample" if data.task == "classification" else "a token"
+            words = f"puts out {output.shape[-1]} numbers {each}; labels from 0 to {data.classes - 1} need {data.classes}{advice}"
             raise wrong(words)
         check_loss(loss, output, y)
+        check_metric(task, output.detach(), y)
         try:  # one alone: batch normalisation has nothing to take the deviation of, and `squeeze` takes the batch away
             alone = probe(x[:1])
-            taken = rows(alone, 1) and loss(alone, y[:1]).shape == (1,)
+            taken = not misfit(alone, y[:1], task, data) and loss(alone, y[:1]).shape == (1,)
         except Exception:
             taken = False
         for client, part in enumerate(parts if not taken else ()):
@@ -205,16 +225,23 @@ def try_out(config: Config, module: nn.Module, loss: Loss, data: Dataset, parts:
         try:
             with torch.no_grad():
                 output = probe.eval()(x)
-                taken = rows(output, len(x)) and loss(output, y).shape == (len(x),)
+                taken = not misfit(output, y, task, data) and loss(output, y).shape == (len(x),)
         except Exception as error:
             raise wrong("does not take test samples in evaluation mode", error) from None
         if not taken:
             raise wrong(f"must put out a row of numbers a sample in evaluation mode too, also for {len(x)}")
 
 
-def rows(output: object, count: int) -> bool:
-    """Is this a row of numbers for each of so many samples?"""
-    return isinstance(output, Tensor) and output.dim() == 2 and len(output) == count
+def misfit(output: object, y: Tensor, task: Task, data: Dataset) -> str:
+    """What the output should be, where it does not fit the targets; nothing where it does."""
+    shape = tuple(output.shape) if isinstance(output, Tensor) else None
+    if task.name == "tokens":
+        wanted = tuple(y.shape)
+        return "" if shape is not None and shape[:-1] == wanted else f"a number a class for every token, {(*wanted, data.classes)}"
+    if task.name == "classification":
+        return "" if shape is not None and len(shape) == 2 and shape[0] == len(y) else "a row of numbers a sample, a number a class"
+    fits = shape is not None and shape[:1] == (len(y),) and (shape == tuple(y.shape) or shape[1:] == (data.classes,))
+    return "" if fits else f"{data.classes} numbers a sample, one for each target"
 
 
 def extremes(data: Dataset) -> Tensor:
@@ -247,6 +274,21 @@ def check_loss(loss: Loss, output: Tensor, y: Tensor) -> None:
         raise SettingError("loss", name_of(loss), words)
     if not losses.requires_grad:
         raise SettingError("loss", name_of(loss), "has no gradient: neither it nor the model may detach what it puts out")
+
+
+def check_metric(task: Task, output: Tensor, y: Tensor) -> None:
+    for metric in task.metrics:
+        try:
+            tally = metric.tally(output, y)
+            good = tally.dim() == 2 and len(tally) == len(y) and isinstance(metric.score(tally.double().sum(0).cpu()), float)
+        except SettingError:
+            raise
+        except Exception as error:  # whatever a function of the user's says to what it cannot take
+            raise SettingError("metric", metric.key, f"does not take the model's output: {first_line(error)}") from None
+        if not good:
+            raise SettingError(
+                "metric", metric.key, "tally must give numbers for every sample, (B, k), and score a float of their sums"
+            )
 
 
 def name_of(loss: Loss) -> str:

@@ -41,7 +41,12 @@ ELSEWHERE = {
 NO_BEARING = {"device", "engine", "threads", "chunk", "data_dir", "checkpoint_every", "client_memory", "eval_every", "plugin"}
 
 # Settings that only some partitions look at.
-OF_PARTITIONS = {"sigma": ("dirichlet", "dirichlet-class"), "shards": ("shards",)}
+OF_PARTITIONS = {
+    "sigma": ("dirichlet", "dirichlet-class"),
+    "shards": ("shards",),
+    "deviation": ("quantity",),
+    "column": ("feature",),
+}
 
 # What versions before 0.2 wrote into every record, whatever the method: these names tell such a record, these values say nothing.
 ONCE_ALWAYS = {"alpha": 0.1, "variant": "default", "tolerance": 1e-3, "passes": 1, "cap": 1.0}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import fedagg
-from fedagg import algorithms, checkpoint, checks, engines, interrupt, models, partition, record, seeding
+from fedagg import algorithms, checkpoint, checks, engines, evaluate, interrupt, models, partition, record, seeding, tasks
 from fedagg.aggregate import FAR
 from fedagg.checkpoint import Checkpoint
 from fedagg.clients import Clients
@@ -27,17 +27,20 @@ from fedagg.data import Dataset, load
 from fedagg.engines.base import Setting, set_precision
 from fedagg.engines.distributed import Team
 from fedagg.errors import FedaggError, FedaggWarning, SettingError
-from fedagg.evaluate import Evaluator
+from fedagg.evaluate import ByClient, Evaluator
 from fedagg.faults import Faults
 from fedagg.flat import Layout, Model, copied
+from fedagg.measure import ACCURACY, Measure
 from fedagg.memory import ClientMemory
 from fedagg.server import Server
 from fedagg.surroundings import as_usual
-from fedagg.work import Loss, cross_entropy
+from fedagg.tasks import Metric, Task
+from fedagg.work import Loss, Work
 
 CHECKPOINT_SECONDS = 45.0
 CHECKPOINT_SHARE = 0.05  # of a run's time may go into checkpoints that nobody asked for by number
 LOOKED_AT = 2000  # samples of a named set by which it is known again
+CLIENT_FIGURES = ("client_mean", "client_worst", "client_spread")
 MEMORY_PART = 256 << 20  # bytes of what clients remember that a checkpoint takes at a time
 
 P = ParamSpec("P")
@@ -46,7 +49,7 @@ R = TypeVar("R")
 
 class Callback(Protocol):
     """Watches a run: progress displays, trackers. Methods that are missing are not called; `round_done` stops the run after this
-    round by returning True."""
+    round by returning True. One that has a method `judged(measure)` is told first which figure the run is judged by."""
 
     def started(self, config: Config, done: int) -> None: ...
 
@@ -68,14 +71,28 @@ class Result:
     config: Config
     history: list[dict[str, Any]]
     model: nn.Module
-    accuracy: float
-    best_accuracy: float
+    score: float  # of the task's metric, after the last round
+    best: float  # of all rounds
     loss: float
     seconds: float
     run: Path | None = None
     interrupted: bool = False
     left_out: dict[str, dict[str, int]] = field(default_factory=dict)  # by cause: in how many rounds each client was
     figures: dict[str, float] = field(default_factory=dict)
+    metric: Measure = ACCURACY  # what `score` is
+
+    @property
+    def accuracy(self) -> float:
+        return self.of_accuracy(self.score)
+
+    @property
+    def best_accuracy(self) -> float:
+        return self.of_accuracy(self.best)
+
+    def of_accuracy(self, value: float) -> float:
+        if self.metric.key != ACCURACY.key:
+            raise AttributeError(f"the run is judged by its {self.metric.label}: see Result.score and Result.best")
+        return value
 
     def summary(self) -> dict[str, Any]:
         """The object that `--json` prints."""
@@ -89,8 +106,8 @@ class Result:
             "seed": c.seed,
             **({"validation": c.validation} if c.validation else {}),
             "rounds": len(self.history),
-            "accuracy": finite(self.accuracy),
-            "best_accuracy": finite(self.best_accuracy),
+            self.metric.key: finite(self.score),
+            f"best_{self.metric.key}": finite(self.best),
             "loss": finite(self.loss),
             "seconds": round(self.seconds, 3),
             "run": str(self.run) if self.run else None,
@@ -136,7 +153,8 @@ def run(
     data: Dataset | None = None,
     model: nn.Module | str | None = None,
     parts: Sequence[Any] | None = None,
-    loss: Loss = cross_entropy,
+    loss: Loss | None = None,
+    metric: Metric | str | Callable[[Tensor, Tensor], Tensor] | None = None,
     preset: str | None = None,
     out: str | Path | None = None,
     resume: str | Path | None = None,
@@ -153,7 +171,9 @@ def run(
         data: your own data in place of a named set.
         model: a name, or your own module.
         parts: your own partition, an array of indices (or a mask) per client.
-        loss: per-sample loss of (output, target), (B,); cross-entropy by default.
+        loss: per-sample loss of (output, target), (B,); by default the task's, as cross-entropy for class labels.
+        metric: what the run is judged by: one of the task's by name, a `fedagg.tasks.Metric`, or a function of (output, target)
+            that gives a score per sample, (B,), of which the mean is reported.
         out: the run folder; without one nothing is written.
         resume: a run folder to go on with.
         callbacks: watch the run; one whose `round_done` returns True stops it.
@@ -164,15 +184,18 @@ def run(
     out, resume = checks.path("out", out), checks.path("resume", resume)
     if isinstance(model, str):
         settings["model"], model = model, None
+    if isinstance(metric, str):
+        settings["metric"], metric = metric, None
     checks.followers(callbacks)
     method = checks.method(algorithm, settings)
     config = checks.agreed(config, checks.given(data, model, parts), preset, settings, method)
-    simulation = Simulation(config, method, data, model, parts, loss, wrap)
+    simulation = Simulation(config, method, data, model, parts, loss, wrap, metric)
     server = simulation.server
     with simulation.record(out, resume) as book:
         watching = () if simulation.follows else callbacks
         keeper = Keeper(simulation, book)
         try:
+            tell(watching, "judged", simulation.task.metric)
             tell(watching, "started", config, keeper.done)
         except BaseException:
             book.withdraw()
@@ -185,7 +208,7 @@ def run(
                 server.settle(t)
                 row = describe(t, clients, server.algorithm, unchanged=not changed)
                 if server.due(t) and not simulation.follows:
-                    row["loss"], row["accuracy"] = simulation.evaluator(server.shown)
+                    row |= simulation.evaluate(server.shown)
                 row["seconds"] = round(time.perf_counter() - clock, 6)
                 keeper.book_round(row, clients)
                 if simulation.agreed(tell(watching, "round_done", row)):
@@ -214,20 +237,25 @@ class Simulation:
         data: Dataset | None,
         model: nn.Module | None,
         parts: Sequence[Any] | None,
-        loss: Loss,
+        loss: Loss | None,
         wrap: Callable[[engines.Engine], engines.Engine] | None,
+        metric: Metric | Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         self.config, self.device = config, pick_device(config.device)
         set_precision(config.precision)
         if config.threads:
             torch.set_num_threads(config.threads)
-        given = data or load(config.dataset, config.data_dir)
+        given = (data or load(config.dataset, config.data_dir)).of_task(config.task)
+        self.task = tasks.find(given.task).judged_by(config.metric if metric is None else metric)
+        loss = self.task.loss if loss is None else loss
         self.data = seen_data(config, given, parts)
         parts = checks.indices(parts, self.data) if parts is not None else deal(config, self.data)
+        parts, held = evaluate.held_out(parts, config.client_test, config.seed) if config.client_test else (parts, None)
         self.module = checks.own(model) if model is not None else build_model(config, self.data)
-        checks.try_out(config, self.module, loss, self.data, parts, self.device)
+        checks.try_out(config, self.module, loss, self.task, self.data, parts, self.device)
         self.finished = copied(self.module)  # the trained weights go into this one
         algorithm = algorithms.build(config.method if method is None else method, config.flat())
+        checks.fits(config, algorithm, self.task)
         self.server = Server(config, algorithm, self.module, self.device)
         setting = Setting(
             self.module, self.data.x_train, self.data.y_train, self.data.classes, self.server.options, self.device, loss
@@ -237,7 +265,10 @@ class Simulation:
         if self.team is not None and config.robust != "mean":
             raise SettingError("robust", config.robust, "looks at all clients together: choose an engine other than distributed")
         self.engine = engine if wrap is None else wrap(engine)
-        self.evaluator = Evaluator(setting, self.data.x_test, self.data.y_test)
+        self.evaluator = Evaluator(setting, self.data.x_test, self.data.y_test, self.task)
+        self.by_client: ByClient = (
+            evaluate.LikeItsOwn(self.evaluator, parts) if held is None else evaluate.Own(setting, held, self.task)
+        )
         self.memory = client_memory(config, len(parts), self.server) if self.server.algorithm.remembers else None
         who = functools.partial(range, config.clients)
         faults = faults_of(config)
@@ -247,7 +278,7 @@ class Simulation:
                 Clients, engine=self.engine, samples=Samples(parts), memory=self.memory, faults=faults, team=self.team
             ),
         )
-        self.given, self.identity = given.name, fingerprint(config, given, parts, self.module, loss)
+        self.given, self.identity = given.name, fingerprint(config, given, parts, self.module, loss, self.task)
 
     @property
     def follows(self) -> bool:
@@ -258,10 +289,19 @@ class Simulation:
         """Does the run stop? In a distributed one the first process says so to all."""
         return stop if self.team is None else bool(self.team.most(torch.tensor([float(stop)])))
 
+    def evaluate(self, model: Model) -> dict[str, float]:
+        """Loss and metrics on the test set, and how clients fare, where that is asked for."""
+        figures = self.evaluator(model)
+        if self.config.per_client or self.config.client_test:
+            figures |= evaluate.spread(self.by_client.scores(model), self.task.metric)
+        return figures
+
     def record(self, out: str | Path | None, resume: str | Path | None) -> record.Record:
         """The run folder: a new one, one to go on with, or none."""
         environment = record.environment(self.device, self.engine.note, fedagg.__version__)
         environment |= {"data": self.given, "given": self.identity}
+        if self.task is not tasks.CLASSIFICATION:
+            environment["metric"] = self.task.metric.facts()
         if resume is not None and not self.follows:
             return record.Record.resume(Path(resume), self.config, self.identity, environment)
         book = record.Record(Path(out) if out is not None and not self.follows else None, self.config, environment)
@@ -269,17 +309,19 @@ class Simulation:
             book.resumed = checkpoint.latest(Path(resume) / "checkpoints")
         return book
 
-    def personal_accuracy(self) -> float | None:
-        """For methods that are judged by it: the mean over some clients of the accuracy after fitting the model to each, weighted
-        by the client's own labels. A client whose labels are none of the test set's cannot be scored, and is left out."""
+    def personal(self) -> float | None:
+        """Where it is asked for, or the method is judged by it: the mean over some clients of the metric after fitting the model to
+        each, on its own test samples or a test set weighted by its labels. A client that has neither is left out."""
         server, clients = self.server, self.server.clients(self.config.rounds)
         work = server.algorithm.personalised(clients)
+        if work is None and self.config.personal:
+            work = Work(rate=clients.constant(self.config.lr))
         if work is None:
             return None
         scores = torch.zeros(2, dtype=torch.float64)  # sum and count
         for chunk in self.engine.run(server.model, work, clients.jobs(), None):
             for job, delta, buffers in zip(chunk.jobs, chunk.delta, chunk.buffers, strict=True):
-                score = self.evaluator.personal(Model(server.model.w + delta, buffers), job.samples)
+                score = self.by_client.score(Model(server.model.w + delta, buffers), job.client)
                 if not math.isnan(score):
                     scores += torch.tensor([score, 1.0])
         total, count = (scores if self.team is None else self.team.sum(scores)).tolist()
@@ -342,25 +384,28 @@ class Keeper:
             self.save()
         module = server.layout.unpack(server.shown.to(torch.device("cpu")), simulation.finished)
         self.book.model(module)
-        scored = [row for row in history if "accuracy" in row]
+        metric = simulation.task.metric
+        scored = [row for row in history if metric.key in row]
         warn_about(history, scored)
         left_out = self.book.unheard()
         asked = simulation.config.corrupt_rate or simulation.config.flip_rate
         if not asked and not all(row.get("unchanged") for row in history):
             tell_left_out(left_out, len(history))
-        personal = None if self.interrupted else simulation.personal_accuracy()
+        personal = None if self.interrupted else simulation.personal()
+        figures = {key: scored[-1][key] for key in CLIENT_FIGURES if scored and key in scored[-1]}
         result = Result(
             config=simulation.config,
             history=history,
             model=module,
-            accuracy=scored[-1]["accuracy"] if scored else math.nan,
-            best_accuracy=max((row["accuracy"] for row in scored), default=math.nan),
+            score=scored[-1][metric.key] if scored else math.nan,
+            best=metric.best(row[metric.key] for row in scored),
             loss=scored[-1]["loss"] if scored else math.nan,
             seconds=seconds,
             run=self.book.folder,
             interrupted=self.interrupted,
             left_out=left_out,
-            figures={} if personal is None else {"personal_accuracy": personal},
+            figures=figures if personal is None else figures | {f"personal_{metric.key}": personal},
+            metric=Measure(**metric.facts()),
         )
         self.book.result(result.summary())
         return result
@@ -443,6 +488,9 @@ def pick_device(name: str) -> torch.device:
 def deal(config: Config, data: Dataset) -> Sequence[Any]:
     if config.partition == "custom":
         raise SettingError("partition", "custom", "give your own partition from Python as parts=[...]")
+    if data.task != "classification" and config.partition in partition.BY_LABEL:
+        words = f"deals samples by class labels, and the task is {data.task}; choose one of {', '.join(partition.FOR_ALL)}"
+        raise SettingError("partition", config.partition, words)
     return partition.partition(
         config.partition,
         data.y_train.numpy(),
@@ -450,6 +498,9 @@ def deal(config: Config, data: Dataset) -> Sequence[Any]:
         config.seed,
         sigma=config.sigma,
         per_client=config.shards,
+        deviation=config.deviation,
+        column=config.column,
+        x=data.x_train.numpy(),
     )
 
 
@@ -509,7 +560,7 @@ def describe_clients(t: int, clients: Clients) -> dict[str, Any]:
     return row
 
 
-def fingerprint(config: Config, data: Dataset, parts: Sequence[Any], module: nn.Module, loss: Loss) -> dict[str, str]:
+def fingerprint(config: Config, data: Dataset, parts: Sequence[Any], module: nn.Module, loss: Loss, task: Task) -> dict[str, str]:
     """What the configuration does not say: the model's form, and what was given from Python."""
 
     def digest(pieces: Iterable[Any]) -> str:
@@ -522,6 +573,7 @@ def fingerprint(config: Config, data: Dataset, parts: Sequence[Any], module: nn.
     form: list[Any] = [layout.parameters, [(name, shape) for name, shape, _ in layout.buffers]]
     form += [p.detach().cpu().numpy() for p in module.parameters() if not p.requires_grad]  # a checkpoint does not hold these
     known = {"model": digest(form if config.model != "custom" else [*form, repr(module)]), "loss": checks.name_of(loss)}
+    known |= {} if task is tasks.CLASSIFICATION else {"metric": task.metric.key}
     # Of a named set all labels and some samples: there is no need to look at hundreds of megabytes at every start.
     every = [1 if config.dataset == "custom" else -(-len(x) // LOOKED_AT) for x in (data.x_train, data.x_test)]
     samples = [x[::step].numpy() for x, step in zip((data.x_train, data.x_test), every, strict=True)]

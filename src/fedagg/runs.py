@@ -13,6 +13,7 @@ from fedagg import config, files
 from fedagg.config import NO_BEARING, Config
 from fedagg.errors import FedaggError, SettingError
 from fedagg.formats import check_run
+from fedagg.measure import Measure, told
 
 # What `task` says or every name has.
 TOLD = {
@@ -34,6 +35,11 @@ class Run:
     clients: list[dict[str, Any]]
     environment: dict[str, Any]
     result: dict[str, Any]
+
+    @property
+    def metric(self) -> Measure:
+        """What the run is judged by."""
+        return told(self.environment.get("metric"))
 
     def curve(self, column: str) -> tuple[list[float], list[float]]:
         """The rounds that have this figure, and its values; a list (one value an epoch) counts by its mean."""

@@ -18,9 +18,19 @@ class Settings(BaseModel):
     variant: str = Field("default", description="which version of the method, where it has several: default, or paper for FedAgg")
     dataset: str = Field("mnist-mini", description="the data set, or `custom` for data given from Python")
     model: str = Field("linear", description="the network, or `custom` for a module given from Python")
-    partition: str = Field("iid", description="how samples are dealt to clients: iid, shards, dirichlet, dirichlet-class")
+    task: Literal["classification", "regression", "multilabel", "tokens"] | None = Field(
+        None, description="what the targets are (default: as the data tell)"
+    )
+    metric: str | None = Field(None, description="the figure a run is judged by (default: the task's own)")
+    partition: str = Field(
+        "iid", description="how samples are dealt to clients: iid, shards, dirichlet, dirichlet-class, quantity, feature"
+    )
     sigma: float = Field(0.6, gt=0, description="concentration of the Dirichlet partitions; inf is IID")
     shards: int = Field(2, ge=1, description="shards per client in the shards partition")
+    deviation: float = Field(
+        1.0, ge=0, le=10, description="of the logarithm of clients' sizes in the quantity partition; 0 is even"
+    )
+    column: int = Field(0, ge=0, description="the feature that the feature partition sorts samples by")
     clients: int = Field(100, ge=1, description="clients in the federation")
     participation: float = Field(
         0.2, gt=0, le=1, description="share of the clients that takes part in a round, at least one client"
@@ -36,7 +46,9 @@ class Settings(BaseModel):
     validation: float = Field(
         0.0, ge=0, lt=1, description="share of the training data held back, to report on instead of the test set"
     )
-    normalize: bool = Field(False, description="standardise inputs per channel instead of scaling them to [0, 1]")
+    normalize: bool = Field(
+        False, description="standardise inputs, images per channel and rows per feature, instead of scaling them to [0, 1]"
+    )
 
     downlink_bits: int = Field(32, ge=2, le=32, description="bits per number of the mean field sent to clients")
 
@@ -67,6 +79,11 @@ class Settings(BaseModel):
 
     average: bool = Field(False, description="report the running average of the global models (for every method)")
     eval_every: int = Field(1, ge=1, description="evaluate every so many rounds")
+    per_client: bool = Field(False, description="evaluate for every client, on the test set weighted by its labels")
+    client_test: float = Field(
+        0.0, ge=0, lt=1, description="share of every client's own samples that it does not train on, to evaluate it on"
+    )
+    personal: bool = Field(False, description="in the end, fit the model to clients with plain steps and evaluate it there")
     checkpoint_every: int = Field(
         0, ge=0, description="rounds between checkpoints; 0 for one every 45 seconds, or less often where they are large"
     )

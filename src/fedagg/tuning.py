@@ -24,7 +24,7 @@ from fedagg.reproduce import running
 from fedagg.reproduce.grid import Cell
 from fedagg.reproduce.results import Store
 from fedagg.reproduce.running import CellResult, Stop
-from fedagg.work import Loss, cross_entropy
+from fedagg.work import Loss
 
 VALIDATION = 0.1  # of the training data is held back where nobody says otherwise
 SEEDS = (5, 6)  # not those that results are reported with
@@ -204,7 +204,7 @@ def tune(
     *,
     data: Dataset | None = None,
     model: nn.Module | str | None = None,
-    loss: Loss = cross_entropy,
+    loss: Loss | None = None,
     preset: str | None = None,
     seeds: Iterable[int] = SEEDS,
     random: int | None = None,
@@ -220,7 +220,7 @@ def tune(
         grid: the values of each setting, or option of the method, that is tried.
         data: your own data in place of a named set.
         model: a name, or your own module.
-        loss: per-sample loss of (output, target), (B,); cross-entropy by default.
+        loss: per-sample loss of (output, target), (B,); the task's by default.
         preset: the settings to start from.
         seeds: every point is run once with each.
         random: try so many points of the grid, drawn at random.
@@ -233,7 +233,7 @@ def tune(
     settings |= {"model": model} if isinstance(model, str) else {}
     settings |= {"dataset": "custom"} if data is not None else {}
     settings |= {"model": "custom"} if "model" in mine else {}
-    mine += [] if loss is cross_entropy else ["loss"]
+    mine += [] if loss is None else ["loss"]
     plan = Plan.make(method, grid, settings, preset=preset, seeds=seeds, random=random, halving=halving)
     if mine:
         for setting, value, usual in (("jobs", jobs, 1), ("out", out, None)):

@@ -26,8 +26,12 @@ from fedagg.data import Dataset
 from fedagg.errors import FedaggWarning, MissingError, SettingError
 from fedagg.federation import Result, build_model
 from fedagg.formats import check_run
+from fedagg.measure import Measure
 
-NUMBERS = {"accuracy", "best_accuracy", "loss", "seconds"}  # what a result says of a finished run
+
+def numbers(metric: Measure) -> tuple[str, ...]:
+    """What a result says of a finished run."""
+    return metric.key, f"best_{metric.key}", "loss", "seconds"
 
 
 def compare(
@@ -161,14 +165,16 @@ def run_all(places: Mapping[Config, Path], done: Mapping[Config, Result | None],
 def finished(folder: Path, given: Dataset) -> Result | None:
     """The result in a run folder, if the run came to its end."""
     facts = runs.whole(folder / "result.json")
-    if facts.get("interrupted") or not facts.keys() >= NUMBERS:
+    if facts.get("interrupted") or not facts:
         return None
     run = runs.load(folder)
+    if not facts.keys() >= set(numbers(run.metric)):
+        return None
     if not facts.get("rounds") == len(run.history) == run.config.rounds:  # it was gone on with afterwards, for more rounds
         return None
     model = trained(build_model(run.config, given), folder / "model.safetensors")
-    numbers: dict[str, Any] = {key: math.nan if facts[key] is None else facts[key] for key in NUMBERS}
-    result = Result(config=run.config, history=run.history, model=model, run=folder, **numbers)
+    score, best, loss, seconds = (math.nan if facts[key] is None else facts[key] for key in numbers(run.metric))
+    result = Result(run.config, run.history, model, score, best, loss, seconds, run=folder, metric=run.metric)
     return replace(result, figures={key: value for key, value in facts.items() if key not in result.summary()})
 
 

@@ -109,8 +109,8 @@ def client_app(
         if node.tests and not quiet:
             at = messages.read_model(messages.one(message.content.array_records), Layout(module))
             setting = setting_of(module, node, ClientOptions(epochs=1, batch_size=1), context, loss)
-            error, accuracy = Evaluator(setting, node.data.x_test, node.data.y_test)(at.to(setting.device))
-            record = MetricRecord({"num-examples": len(node.data.y_test), "loss": error, "accuracy": accuracy})
+            scores = Evaluator(setting, node.data.x_test, node.data.y_test)(at.to(setting.device))
+            record = MetricRecord({"num-examples": len(node.data.y_test), **scores})
         return Message(RecordDict({"metrics": record}), reply_to=message)
 
     return app
