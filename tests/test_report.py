@@ -219,7 +219,7 @@ def test_runs_are_named_by_what_differs(tmp_path: Path) -> None:
 def test_a_curve_of_one_point_can_be_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     drawn: list[Any] = []
     monkeypatch.setattr(plots, "save", lambda figure, path: drawn.append(figure) or path)
-    plots.accuracy_curves({"a": [[{"round": 1, "accuracy": 0.5}]]}, tmp_path / "a.png", "", "accuracy")
+    plots.score_curves({"a": [[{"round": 1, "accuracy": 0.5}]]}, tmp_path / "a.png", "", "accuracy")
     lines = [plots.Series("one", [1, 2], [0.5, float("nan")]), plots.Series("two", [1, 2], [0.5, 0.6])]
     plots.panels([[plots.Panel("", "", "", lines)]], [tmp_path / "b.png"], "")
     marks = [line.get_marker() for figure in drawn for line in figure.axes[0].lines]
@@ -444,9 +444,9 @@ def test_pictures_of_runs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
 def test_the_same_numbers_give_the_same_picture(tmp_path: Path) -> None:
     history = {"fedagg": [[{"round": 1, "accuracy": 0.5}, {"round": 2, "accuracy": 0.6}]]}
     for ending in plots.FORMATS:
-        one = plots.accuracy_curves(history, tmp_path / f"one.{ending}", "t", "accuracy").read_bytes()
+        one = plots.score_curves(history, tmp_path / f"one.{ending}", "t", "accuracy").read_bytes()
         if ending != "svg":  # whose element names are random
-            assert plots.accuracy_curves(history, tmp_path / f"two.{ending}", "t", "accuracy").read_bytes() == one
+            assert plots.score_curves(history, tmp_path / f"two.{ending}", "t", "accuracy").read_bytes() == one
 
 
 def test_a_folder_is_no_place_for_a_page(folder: Path, tmp_path: Path) -> None:

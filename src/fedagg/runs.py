@@ -17,10 +17,10 @@ from fedagg.measure import Measure, told
 
 # What `task` says or every name has.
 TOLD = {
-    *("dataset", "model", "partition", "sigma", "shards", "participation", "clients", "rounds", "normalize", "validation"),
-    *("seed", "algorithm", "variant"),
+    *("dataset", "model", "task", "metric", "partition", "sigma", "shards", "deviation", "column", "participation", "clients"),
+    *("rounds", "normalize", "validation", "seed", "algorithm", "variant"),
 }
-RESULT = ("rounds", "accuracy", "best_accuracy", "loss", "seconds")  # the numbers in result.json
+RESULT = ("rounds", "loss", "seconds")  # numbers in result.json, beside those of the metric
 RATES = ("rate_mean", "rate_min", "rate_max")
 
 
@@ -54,14 +54,16 @@ def load(folder: Path) -> Run:
     check_run(folder)
     chosen = config.make(config.read(folder / "config.toml"), recorded=True)
     name = f"{chosen.method} seed {chosen.seed}"
+    environment = whole(folder / "environment.json")
+    key = told(environment.get("metric")).key
     return Run(
         name=name,
         folder=folder,
         config=chosen,
         history=lines(folder / "metrics.jsonl", a_round),
         clients=lines(folder / "clients.jsonl", participants),
-        environment=whole(folder / "environment.json"),
-        result=whole(folder / "result.json", RESULT),
+        environment=environment,
+        result=whole(folder / "result.json", (*RESULT, key, f"best_{key}")),
     )
 
 
@@ -94,6 +96,7 @@ def task(config: Config) -> dict[str, str]:
     return {
         "dataset": config.dataset,
         "model": config.model,
+        "task": " ".join(filter(None, (config.task, config.metric and f"judged by {config.metric}"))),
         "split": split(config),
         "clients": f"{100 * config.participation:g} % of {config.clients} clients",
         "rounds": f"{config.rounds} rounds",
@@ -105,7 +108,8 @@ def task(config: Config) -> dict[str, str]:
 def split(config: Config) -> str:
     if config.partition.startswith("dirichlet"):
         return f"{config.partition} {config.sigma:g}"
-    return f"shards {config.shards}" if config.partition == "shards" else config.partition
+    own = {"shards": config.shards, "quantity": f"{config.deviation:g}", "feature": config.column}
+    return f"{config.partition} {own[config.partition]}" if config.partition in own else config.partition
 
 
 def held_back(config: Config) -> str:
@@ -113,7 +117,7 @@ def held_back(config: Config) -> str:
 
 
 def measured(what: str, configs: Iterable[Config]) -> str:
-    """The accuracy or loss that runs report, by the data it is of."""
+    """The metric or loss that runs report, by the data it is of."""
     held = {config.validation > 0 for config in configs}
     return what if len(held) > 1 else f"validation {what}" if True in held else f"test {what}"
 

@@ -88,9 +88,10 @@ def compare(
         groups.setdefault(result.config.method, []).append(result)
     # A run that was stopped would cut the mean of its method short.
     histories = {m: [r.history for r in group if not r.interrupted] or [group[0].history] for m, group in groups.items()}
-    picture: Path | None = folder / "accuracy.png"
+    metric = results[0].metric
+    picture: Path | None = folder / f"{metric.key}.png"
     try:
-        plots.accuracy_curves(histories, folder / "accuracy.png", title, runs.measured("accuracy", configs))
+        plots.score_curves(histories, folder / f"{metric.key}.png", title, runs.measured(metric.label, configs), metric)
     except MissingError as error:
         picture = None
         warnings.warn(str(error), FedaggWarning, stacklevel=2)

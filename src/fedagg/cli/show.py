@@ -13,6 +13,7 @@ from rich.table import Table
 
 from fedagg import paired, runs
 from fedagg.config import Config
+from fedagg.measure import ACCURACY, Measure
 
 if TYPE_CHECKING:  # it takes seconds to import, and the names of methods can be shown without
     from fedagg.federation import Result
@@ -22,10 +23,10 @@ err = Console(stderr=True)
 
 
 class Live:
-    """A progress bar over rounds with the latest accuracy and loss; on standard error, so that output can be piped."""
+    """A progress bar over rounds with the latest metric and loss; on standard error, so that output can be piped."""
 
     def __init__(self, label: str) -> None:
-        self.label = label
+        self.label, self.metric = label, ACCURACY
         self.progress = Progress(
             TextColumn("[bold]{task.fields[label]:>13}"),
             BarColumn(bar_width=28),
@@ -35,12 +36,17 @@ class Live:
             console=err,
         )
 
+    def judged(self, metric: Measure) -> None:
+        self.metric = metric
+
     def started(self, config: Config, done: int) -> None:
         self.task = self.progress.add_task("", total=config.rounds, completed=done, label=self.label, now="")
         self.progress.start()
 
     def round_done(self, row: dict[str, Any]) -> None:
-        now = f"accuracy [green]{100 * row['accuracy']:6.2f} %[/]  loss {row['loss']:.4f}" if "accuracy" in row else ""
+        now = ""
+        if (score := row.get(self.metric.key)) is not None:
+            now = f"{self.metric.label} [green]{self.metric.shown(score, 6)}[/]  loss {row['loss']:.4f}"
         if row["left_out"]:
             now += f"  [yellow]left out {row['left_out']} ({', '.join(row['causes'])})[/]"
             if row.get("unchanged"):
@@ -69,22 +75,27 @@ def waiting() -> Progress:
     return Progress(*columns, console=err, transient=True, disable=not err.is_interactive)
 
 
+# How clients fare: names of columns, and where the record has them.
+CLIENTS = {"clients' mean": "client_mean", "worst 10 %": "client_worst", "spread": "client_spread"}
 WIDE = 1000  # more than any table is
 
 
 def results_table(results: list[Result], title: str) -> Table:
-    """One row a run: accuracy, local work, bytes, time; the best accuracy in bold."""
+    """One row a run: the metric, local work, bytes, time; the best in bold. How clients fare, where that was asked for."""
     table = Table(title=title, title_justify="left")
     table.add_column("algorithm", no_wrap=True)
-    for name in ("accuracy", "best", "loss", "trainings", "MB sent", "seconds"):
+    metric = results[0].metric if results else ACCURACY
+    by_client = {name: key for name, key in CLIENTS.items() if any(key in r.figures for r in results)}
+    for name in (metric.label, "best", *by_client, "loss", "trainings", "MB sent", "seconds"):
         table.add_column(name, justify="right", no_wrap=True)
-    best = max((r.accuracy for r in results), default=0.0)
+    best = metric.best(r.score for r in results)
     for r in results:
-        accuracy = percent(r.accuracy)
+        score = metric.shown(r.score)
         table.add_row(
             r.config.method,
-            f"[bold green]{accuracy}[/]" if r.accuracy == best else accuracy,
-            percent(r.best_accuracy),
+            f"[bold green]{score}[/]" if r.score == best else score,
+            metric.shown(r.best),
+            *(metric.shown(r.figures.get(key, math.nan)) for key in by_client.values()),
             f"{r.loss:.4f}" if r.history else "-",
             str(sum(row["passes"] for row in r.history)),
             f"{sum(row['bytes_up'] + row['bytes_down'] for row in r.history) / 1e6:.1f}",

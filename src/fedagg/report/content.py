@@ -205,7 +205,7 @@ def from_cell(cell: Measured) -> Entry:
     columns = {name: cell.column(name) for name in names}
     columns["drift_max"] = [None] * cell.rounds
     known = make(cell.config, recorded=True)
-    return Entry(known, cell.rounds, columns, cell.accuracy, cell.best_accuracy, cell.loss, cell.environment)
+    return Entry(known, cell.rounds, columns, cell.score, cell.best, cell.loss, cell.environment)
 
 
 def from_run(run: Run) -> Entry:

@@ -65,7 +65,7 @@ class CellResult:
     cell: Cell
     status: Literal["done", "failed", "stopped", "no data"]
     seconds: float = 0.0
-    accuracy: float | None = None
+    figure: str | None = None  # what it came to, in words
     message: str = ""
 
 
@@ -170,7 +170,7 @@ def run_cell(cell: Cell, store: Store, stop: Stop, watch: Sequence[Callback] = (
             return CellResult(cell, "stopped", time.perf_counter() - clock)
         store.put(result, json.loads((folder / "environment.json").read_text(encoding="utf-8")))
         store.forget(cell.config)
-        return CellResult(cell, "done", time.perf_counter() - clock, result.accuracy)
+        return CellResult(cell, "done", time.perf_counter() - clock, result.metric.shown(result.score))
     except DataError as error:
         return CellResult(cell, "no data", message=str(error))
     except Exception as error:  # whatever it was, the other cells shall run
