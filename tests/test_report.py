@@ -302,7 +302,7 @@ def test_the_page_can_be_read_without_seeing_it(html: str) -> None:
 
 def test_curves_say_which_data_they_are_of(tmp_path: Path) -> None:
     fedagg.run(rounds=1, clients=10, validation=0.2, out=tmp_path / "held")
-    names = data_of(page.write([tmp_path / "held"], tmp_path / "r.html").read_text())["names"]
+    names = data_of(page.write([tmp_path / "held"], tmp_path / "r.html").read_text())["groups"][0]["names"]
     assert (names["accuracy"], names["loss"]) == ("validation accuracy (%)", "validation loss")
     both = [fedagg.Config(), fedagg.Config(validation=0.2)]
     assert runs.measured("accuracy", both[:1]) == "test accuracy"

@@ -428,6 +428,12 @@ def test_a_regression_is_shown_as_one(plugin: str, tmp_path: Path, capsys: pytes
     assert call("plot", str(run), "--out", str(tmp_path / "figures"), "--format", "svg") == 0
     assert call("report", str(run), "--out", str(tmp_path / "report.html")) == 0
     shown = capsys.readouterr()
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    drawn = json.loads(html.split('id="data">')[1].split("</script>")[0])
+    assert drawn["groups"][0]["names"]["accuracy"] == "test R²"
+    assert drawn["partitions"] == []
+    assert ">R²</button>" in html
+    assert ">worst 10 %</button>" in html
     for text in (printed.out, printed.err, shown.out, *(p.read_text(encoding="utf-8") for p in run.glob("*.json*"))):
         assert "accuracy" not in text.lower()
     assert runs.load(run).metric == Measure("r2", "R²", percent=False)

@@ -30,7 +30,7 @@ from fedagg.errors import FedaggError, FedaggWarning, SettingError
 from fedagg.evaluate import ByClient, Evaluator
 from fedagg.faults import Faults
 from fedagg.flat import Layout, Model, copied
-from fedagg.measure import ACCURACY, Measure
+from fedagg.measure import ACCURACY, CLIENTS, Measure
 from fedagg.memory import ClientMemory
 from fedagg.server import Server
 from fedagg.surroundings import as_usual
@@ -40,7 +40,6 @@ from fedagg.work import Loss, Work
 CHECKPOINT_SECONDS = 45.0
 CHECKPOINT_SHARE = 0.05  # of a run's time may go into checkpoints that nobody asked for by number
 LOOKED_AT = 2000  # samples of a named set by which it is known again
-CLIENT_FIGURES = ("client_mean", "client_worst", "client_spread")
 MEMORY_PART = 256 << 20  # bytes of what clients remember that a checkpoint takes at a time
 
 P = ParamSpec("P")
@@ -392,7 +391,7 @@ class Keeper:
         if not asked and not all(row.get("unchanged") for row in history):
             tell_left_out(left_out, len(history))
         personal = None if self.interrupted else simulation.personal()
-        figures = {key: scored[-1][key] for key in CLIENT_FIGURES if scored and key in scored[-1]}
+        figures = {key: scored[-1][key] for key in CLIENTS.values() if scored and key in scored[-1]}
         result = Result(
             config=simulation.config,
             history=history,

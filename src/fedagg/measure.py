@@ -53,6 +53,9 @@ class Measure:
 
 ACCURACY = Measure("accuracy", "accuracy")
 
+# How clients fare: names of columns, and where the record has them.
+CLIENTS = {"clients' mean": "client_mean", "worst 10 %": "client_worst", "spread": "client_spread"}
+
 
 def told(facts: object) -> Measure:
     """Back from `Measure.facts`; accuracy where a run folder says nothing, as those of classification do."""

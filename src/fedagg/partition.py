@@ -62,7 +62,9 @@ def partition(
     if name == "quantity":
         return quantity(labels, clients, deviation, seed)
     if name == "feature":
-        return feature(labels if x is None else x, clients, column, seed)
+        if x is None:
+            raise SettingError("partition", name, "sorts samples by a feature, and there are labels alone; choose another")
+        return feature(x, clients, column, seed)
     return _own(name, _counted(labels, clients), clients, seed)
 
 

@@ -25,7 +25,7 @@ from fedagg.cli.show import out, waiting
 from fedagg.config import Config, resolve
 from fedagg.data import Dataset, load
 from fedagg.errors import FedaggError, FedaggWarning, SettingError
-from fedagg.federation import build_model, finite
+from fedagg.federation import build_model, deal, finite
 
 if TYPE_CHECKING:
     from fedagg.theory.heterogeneity import Dissimilarity, Distances
@@ -74,7 +74,12 @@ def partition(
         known = samples.y_train.numpy()
     models = networks(config, samples, run) if samples else {}
 
-    parts = splits.partition(config.partition, known, config.clients, config.seed, sigma=config.sigma, per_client=config.shards)
+    if samples is not None:
+        if samples.task != "classification":
+            raise SettingError("dataset", config.dataset, f"has no class labels to count: its task is {samples.task}")
+        parts = list(deal(config, samples))
+    else:
+        parts = splits.partition(config.partition, known, config.clients, config.seed, sigma=config.sigma, per_client=config.shards)
     counts = het.label_counts(known, parts, samples.classes if samples else None)
     here, over = het.distances(counts), over_sigma(known, config)
     title = f"{labels.name if labels else config.dataset}, {split_name(config)}, {config.clients} clients"

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from fedagg import paired, runs
 from fedagg.config import Config
-from fedagg.measure import ACCURACY, Measure
+from fedagg.measure import ACCURACY, CLIENTS, Measure
 
 if TYPE_CHECKING:  # it takes seconds to import, and the names of methods can be shown without
     from fedagg.federation import Result
@@ -75,8 +75,6 @@ def waiting() -> Progress:
     return Progress(*columns, console=err, transient=True, disable=not err.is_interactive)
 
 
-# How clients fare: names of columns, and where the record has them.
-CLIENTS = {"clients' mean": "client_mean", "worst 10 %": "client_worst", "spread": "client_spread"}
 WIDE = 1000  # more than any table is
 
 
