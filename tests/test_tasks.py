@@ -450,4 +450,4 @@ def test_the_lowest_error_is_the_best(plugin: str, tmp_path: Path, capsys: pytes
     data = dataset("regression")
     tuned = fedagg.tune("fedavg", {"lr": [0.2, 0.0001]}, data=data, metric="mae", seeds=[5], clients=3, rounds=2)
     assert tuned.best.settings == {"lr": 0.2}
-    assert "mean absolute error" in tuned.table()
+    assert "| MAE |" in tuned.table()

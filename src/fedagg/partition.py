@@ -27,7 +27,7 @@ _IID, _SHARDS, _BY_CLIENT, _BY_CLASS, _QUANTITY, _FEATURE = 101, 102, 103, 104, 
 _TRIES = 100
 BY_LABEL = ("shards", "dirichlet", "dirichlet-class")  # need one class label a sample
 FOR_ALL = ("iid", "quantity", "feature")  # whatever the targets are
-_NAMES = ("iid", *BY_LABEL, "quantity", "feature")
+_NAMES = ("iid", "shards", "dirichlet", "dirichlet-class", "quantity", "feature")
 
 
 # Splits of others: functions of labels, number of clients and seed that return an array of indices per client.

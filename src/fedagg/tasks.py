@@ -189,7 +189,7 @@ def hits(output: Tensor, y: Tensor) -> Tensor:
 
 ACCURACY = Metric("accuracy", "accuracy", tally=hits, score=mean)
 R2 = Metric("r2", "R²", percent=False, tally=residuals, score=r_squared)
-MAE = Metric("mae", "mean absolute error", percent=False, higher=False, tally=absolute_error, score=mean)
+MAE = Metric("mae", "MAE", percent=False, higher=False, tally=absolute_error, score=mean)
 F1 = Metric("f1", "F1", tally=found_labels, score=f1)
 TOKEN_ACCURACY = Metric("accuracy", "token accuracy", tally=token_hits, score=mean)
 PERPLEXITY = Metric("perplexity", "perplexity", percent=False, higher=False, tally=token_surprise, score=perplexity)
