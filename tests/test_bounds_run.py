@@ -172,6 +172,17 @@ def test_what_the_analysis_is_not_about_is_said(tmp_path: Path, settings: dict[s
     assert found["drift"].broken() == []
 
 
+def test_the_bound_of_the_default(tmp_path: Path) -> None:
+    found = analysed(tmp_path / "small", algorithm="fedagg", pace="base", lr=0.02)["field"]
+    assert found.applies
+    assert found.broken() == []
+    assert found.bounds[-1].value < 0.2 * found.bounds[0].value
+    bold = analysed(tmp_path / "bold", algorithm="fedagg", rounds=4)["field"]
+    assert "1 - βLδ_h" in bold.reason
+    assert "the last round" in analysed(tmp_path / "avg", algorithm="fedavg", rounds=3)["field"].reason
+    assert "set --participation 1" in analysed(tmp_path / "some", algorithm="fedagg", rounds=3, participation=0.5)["field"].reason
+
+
 def test_bold_rates_leave_some_results_without_a_number(tmp_path: Path) -> None:
     found = analysed(tmp_path, algorithm="fedavg", lr=1.0, rounds=4)
     assert "β L δ_h < 2" in found["loss"].reason
@@ -266,7 +277,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         assert all(float(row[name]) <= float(row[f"{name}_bound"]) * (1 + 1e-4) or name == "progress" for row in rows)
     facts = json.loads((tmp_path / "out/bounds.json").read_text(encoding="utf-8"))
     assert facts["constants"]["N"] == 6
-    assert [one["name"] for one in facts["results"] if not one["applies"]] == ["rate"]
+    assert [one["name"] for one in facts["results"] if not one["applies"]] == ["rate", "field"]
     assert (tmp_path / "out/bounds.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
         "bounds.csv",

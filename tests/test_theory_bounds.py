@@ -469,3 +469,65 @@ def test_printed_gap_without_convexity_is_exceeded() -> None:
     assert printed.value == pytest.approx(24.51, abs=0.01)
     assert w**2 == pytest.approx(33.69, abs=0.01)
     assert holds(w**2, bounds.optimality_gap_nonconvex(constants, rounds, start**2))
+
+
+# --- FedAgg's default: a field of earlier rounds ---
+
+
+def with_field(clients: QuadraticClients, w: Tensor, rates: Tensor, shares: Tensor) -> tuple[list[float], float]:
+    """|∇F(w̄)|² of every round of FedAgg's default, written out: rates (T, N, L), own shares (T,), the first of them 1. And P."""
+    field, squares, largest = torch.zeros_like(w), [], 0.0
+    for own, each in zip(shares.tolist(), rates, strict=True):
+        squares.append(float(clients.gradient(w).square().sum()))
+        places, moved = w.repeat(len(clients.theta), 1), torch.zeros(len(clients.theta), len(w), dtype=w.dtype)
+        for rate in each.T:
+            gradients = clients.gradients(places)
+            largest = max(largest, float(gradients.norm(dim=-1).max()))
+            step = rate[:, None] * (own * gradients + (1 - own) * field)
+            places, moved = places - step, moved + step
+        w, field = w - clients.theta @ moved, (moved / each.sum(1, keepdim=True)).mean(0)
+    return squares, max(largest, max(squares) ** 0.5)
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    clients=st.integers(1, 5),
+    epochs=st.integers(1, 4),
+    rounds=st.integers(1, 12),
+    size=st.floats(0.01, 0.7),
+    least=st.floats(0.2, 1.0),
+    spread=st.sampled_from([0.0, 0.0, 0.2]),
+    equal=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_default_s_bound_holds_on_quadratics(
+    seed: int, clients: int, epochs: int, rounds: int, size: float, least: float, spread: float, equal: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    made = QuadraticClients.random(clients, 3, generator, spread=3.0, equal_sizes=equal)
+    shares = least + (1 - least) * torch.rand(rounds, generator=generator, dtype=torch.float64)
+    shares[0] = 1.0
+    rates = 1 + spread * torch.rand(rounds, clients, epochs, generator=generator, dtype=torch.float64)
+    rates *= size * least / (made.beta * epochs)
+    start = made.minimiser + torch.randn(3, generator=generator, dtype=torch.float64)
+    squares, P = with_field(made, start, rates, shares)
+    own = shares[1:] if rounds > 1 else shares
+    c = Constants(
+        L=epochs, N=clients, delta_l=float(rates.min()), delta_h=float(rates.max()), beta=made.beta, P=P,
+        imbalance=made.imbalance, local=float(own.min()),
+    )  # fmt: skip
+    within = float((rates.amax((1, 2)) / rates.amin((1, 2))).max()) - 1
+    bound = bounds.field_convergence(c, rounds, made.loss(start) - made.loss(made.minimiser), most=float(own.max()), spread=within)
+    stale = (1 - c.local) / c.local * made.beta * epochs * c.delta_h
+    assert bound.applies == (2 * c.delta_h / c.delta_l * stale**2 <= 1 - made.beta * epochs * c.delta_h)
+    assert bound.value is None or sum(squares) / rounds <= bound.value * (1 + 1e-9)
+
+
+def test_the_default_s_bound_by_hand() -> None:
+    """One client, one step, λ = 1 is gradient descent, 2 gap/(γT): F = w²/2 from 1 at rate 1/2 has 2·½/(½·2) = 1."""
+    c = Constants(L=1, N=1, delta_l=0.5, delta_h=0.5, beta=1.0, P=1.0, local=1.0)
+    assert bounds.field_convergence(c, 2, 0.5).value == pytest.approx(1.0)
+    # λ = ½, γ = 0.4, L = 2, δ = 0.2: stale 1, 2·0.16 ≤ 0.6; b = ½·0.2 = 0.1; 2·0.5/(0.4·2) + 0.01/(0.5·2) + 2·0.01 = 1.28
+    c = Constants(L=2, N=1, delta_l=0.2, delta_h=0.2, beta=1.0, P=1.0, local=0.5)
+    assert bounds.field_convergence(c, 2, 0.5).value == pytest.approx(1.28)
+    assert "λ = 0.2" in bounds.field_convergence(replace(c, local=0.2), 2, 0.5).reason

@@ -361,6 +361,47 @@ def descents(c: Constants) -> list[tuple[float, float]]:
     return [pair for pair in pairs if pair[0] > 0.0]
 
 
+# --- FedAgg's default, and FedCM: a field of earlier rounds -----------------------------------------------------------
+
+
+def field_convergence(c: Constants, T: int, gap: float, *, most: float | None = None, spread: float | None = None) -> Bound:
+    r"""FedAgg's default: $\frac1T\sum_{t<T}\|\nabla F(\bar w^t)\|^2$, for clients that mix in the mean step of the last round.
+
+    Clients step along $\lambda_t\nabla F_i + (1-\lambda_t)\phi_t$ with $\phi_0$ out of use ($\lambda_0 = 1$) and
+    $\phi_{t+1} = \frac1N\sum_i$ of their mean steps. With $\lambda \le \lambda_t$, $\gamma_l = L\delta_l$,
+    $\gamma_h = L\delta_h$ and
+    $\frac{\gamma_h}{\gamma_l}\,2\,\big(\tfrac{1-\lambda}\lambda\beta\gamma_h\big)^2 \le 1 - \beta\gamma_h$ it is at most
+
+    $$\frac{2\,(F(\bar w^0) - F^*)}{\gamma_l T} + \frac{\gamma_h}{\gamma_l}\Big(\frac{b^2}{\lambda T}
+    + \frac{2\hat\lambda}\lambda\,\big(b + \tfrac{1-\lambda}\lambda f\big)^2\Big), \quad
+    b = P\big[\tfrac{L-1}2\beta\delta_h(1+\varsigma) + \tfrac\varsigma2\big], \quad f = P\,(\omega + \tfrac\varsigma2).$$
+
+    Args:
+        c: with `local` for λ, the smallest own share of a round.
+        T: rounds.
+        gap: F(w̄⁰) - F*.
+        most: λ̂, the largest own share after the first round; λ if not given.
+        spread: ς, the largest $\delta_h/\delta_l - 1$ within a round; that of all rounds if not given.
+    """
+    if reason := c.lacks("beta", "P"):
+        return Bound.none(reason)
+    if T < 1:
+        return Bound.none("is an average over rounds: needs T ≥ 1")
+    if c.delta_l <= 0.0 or c.local <= 0.0:
+        return Bound.none(f"needs δ_l > 0 and λ > 0, and they are {c.delta_l:.6g} and {c.local:.6g}")
+    beta, P = c.get("beta", "P")
+    own, most = c.local, c.local if most is None else most
+    spread = c.delta_h / c.delta_l - 1.0 if spread is None else spread
+    low, high, stale = c.L * c.delta_l, c.L * c.delta_h, (1.0 - c.local) / c.local
+    if high / low * 2.0 * (stale * beta * high) ** 2 > 1.0 - beta * high:
+        words = "needs 2 (δ_h/δ_l) ((1-λ)/λ · βLδ_h)² ≤ 1 - βLδ_h"
+        return Bound.none(f"{words}, and λ = {own:.3g}, βLδ_h = {beta * high:.3g}, δ_h/δ_l = {high / low:.3g}")
+    drift = P * (0.5 * (c.L - 1) * beta * c.delta_h * (1.0 + spread) + 0.5 * spread)
+    bias = drift + stale * P * (c.imbalance + 0.5 * spread)
+    floor = drift * drift / (own * T) + 2.0 * most / own * bias * bias
+    return Bound.of(2.0 * gap / (low * T) + high / low * floor)
+
+
 # --- Theorem 3: the distance to the optimum -----------------------------------------------------------------------
 
 

@@ -212,7 +212,12 @@ class Reading:
     # --- Is this run one that the analysis is about? ---
 
     def find_obstacle(self) -> str:
-        """Why the results about F say nothing here; empty if they do."""
+        """Why the paper's results about F say nothing here; empty if they do."""
+        reason = self.unlike(len(self.rounds))
+        return reason or next((reason for one in self.rounds if (reason := self.strange(one))), "")
+
+    def unlike(self, rounds: int) -> str:
+        """Is this a run with full gradients and all clients, and do its first rounds end with a plain average? If not, why."""
         c = self.config
         largest = max(len(part) for part in self.objective.samples)
         if c.batch_size < largest:
@@ -226,9 +231,9 @@ class Reading:
             return "needs full gradients, and the model has dropout: set --dropout 0"
         if any(one.row["left_out"] or one.row["stragglers"] for one in self.rounds):
             return "needs every client to do all its work, and some did not"
-        if not all(self.averages(t) for t in range(len(self.rounds))):
+        if not all(self.averages(t) for t in range(rounds)):
             return "needs a server that averages, and this one does more"
-        return next((reason for one in self.rounds if (reason := self.strange(one))), "")
+        return ""
 
     def averages(self, t: int) -> bool:
         work = self.rounds[t].work
@@ -248,6 +253,22 @@ class Reading:
         if not (straight and one.follows(work.field)):
             return "needs steps along gradients of the round, and clients mix in those of earlier rounds"
         return "" if work.own == self.rounds[0].work.work.own else "needs one mix of directions, and here it changes"
+
+    def fieldless(self) -> str:
+        """Why clients do not mix in the mean step of the last round; empty if they do, in every round but the first."""
+        for t, one in enumerate(self.rounds):
+            work = one.work.work
+            if reason := plain(one):
+                return reason
+            if t == 0 and (work.own != 1.0 or work.mix is not None):
+                return "needs a first round along the clients' own gradients"
+            if t > 0 and (work.mix is None or work.field is None or len(work.field) != 1):
+                return "is about clients that mix in the mean step of the last round, as FedAgg's default has them"
+            if t > 0 and work.field is not None:
+                last, given = self.rounds[t - 1].work.step, work.field[0].double().cpu()
+                if float((given - last).norm()) > 1e-3 * float(last.norm()):
+                    return "needs the mean step of the last round for a field, and here it is rounded, or another one"
+        return "" if not self.config.weight_decay else "needs weight decay in every direction: set --weight-decay 0"
 
     # --- Constants ---
 
@@ -322,7 +343,7 @@ class Reading:
     # --- Statements ---
 
     def analysis(self, name: str) -> Analysis:
-        statements = [self.rate(), self.drift(), self.progress(), self.loss(), self.gradient(), *self.distance()]
+        statements = [self.rate(), self.drift(), self.progress(), self.loss(), self.gradient(), self.field(), *self.distance()]
         return Analysis(
             run=name,
             config=self.config,
@@ -381,6 +402,19 @@ class Reading:
         means = [sum(squares[:t]) / t for t in range(1, len(squares))]
         claims = self.both(lambda t, printed: bounds.convergence_error(self.constants, t, gap, as_printed=printed))
         return Statement("gradient", "Theorem 5", "mean |∇F(w̄)|²", means, *claims)
+
+    def field(self) -> Statement:
+        """About the models that clients trained from: the one that is shown at the end may be an average of them."""
+        squares, gap = [norm * norm for norm in self.norms], self.losses[0] - self.best
+        means = [sum(squares[:t]) / t for t in range(1, len(squares))]
+        works = [one.work for one in self.rounds]
+        if reason := self.unlike(len(works) - 1) or self.fieldless():
+            return Statement("field", "FedAgg's default", "mean |∇F(w̄)|²", means, [Bound.none(reason)] * len(means))
+        shares = [work.work.own for work in works[1:]] or [1.0]
+        spread = max(float(work.rates.max() / work.rates.min()) for work in works) - 1.0
+        c = replace(self.constants, local=min(shares))
+        claims = [bounds.field_convergence(c, t, gap, most=max(shares), spread=spread) for t in range(1, len(means) + 1)]
+        return Statement("field", "FedAgg's default", "mean |∇F(w̄)|²", means, claims)
 
     def distance(self) -> list[Statement]:
         solution, count = self.solution, len(self.rounds)

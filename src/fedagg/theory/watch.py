@@ -77,6 +77,7 @@ class Pass:
         self.samples += int(sizes.sum())
         for name, part in (
             ("moved", sizes @ chunk.delta.double().cpu()),
+            ("velocity", (chunk.delta.double() / chunk.travel.double()[:, None]).sum(0).cpu()),
             ("phi1", gradients.sum(0)),
             ("phi2", path.sum(0)),
         ):
@@ -94,6 +95,11 @@ class Pass:
     @property
     def moved(self) -> Tensor:
         return self.sums["moved"] / self.samples
+
+    @property
+    def step(self) -> Tensor:
+        """The mean over clients of their mean step, (d,)."""
+        return -self.sums["velocity"] / len(self.clients)
 
     @property
     def phi1(self) -> Tensor:
