@@ -346,7 +346,7 @@ BAD = [
     (["/nowhere.toml"], "there is no such file"),
     (["/"], "config = '/': is a folder; name a TOML file"),
     (["--dataset", "custom"], "data=fedagg.Dataset"),
-    (["--dataset", "mine.csv"], "is a file; read it in Python"),
+    (["--dataset", "mine.csv"], "there is no such file or folder"),
 ]
 
 

@@ -16,9 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 
 import fedagg
-from fedagg import paired, plots, runs, seeding
+from fedagg import checks, paired, plots, runs, seeding
 from fedagg.config import NO_BEARING, Config, options_of, resolve
-from fedagg.data import Dataset
 from fedagg.errors import FedaggError, FedaggWarning, SettingError
 from fedagg.measure import ACCURACY, Measure
 from fedagg.reproduce import running
@@ -215,7 +214,7 @@ def tune(
     method: str,
     grid: Mapping[str, Iterable[Any]],
     *,
-    data: Dataset | None = None,
+    data: Any = None,
     model: nn.Module | str | None = None,
     loss: Loss | None = None,
     metric: Metric | str | Callable[[Tensor, Tensor], Tensor] | None = None,
@@ -232,7 +231,7 @@ def tune(
     Args:
         method: a method's name.
         grid: the values of each setting, or option of the method, that is tried.
-        data: your own data in place of a named set.
+        data: your own data in place of a named set, in any form that `fedagg.run` takes.
         model: a name, or your own module.
         loss: per-sample loss of (output, target), (B,); the task's by default.
         metric: what points are ranked by, as `fedagg.run` takes it; the task's by default.
@@ -244,6 +243,7 @@ def tune(
         out: a folder that keeps the results; the same call goes on from there. Without one nothing is kept.
         settings: those of all runs, as `fedagg.run` takes them; `validation` is the share held back, 0.1 by default.
     """
+    data = checks.samples(data, None, None, settings)
     mine = [name for name, thing in (("data", data), ("model", model)) if thing is not None and not isinstance(thing, str)]
     settings |= {"model": model} if isinstance(model, str) else {}
     settings |= {"dataset": "custom"} if data is not None else {}

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 import fedagg
-from fedagg import data, files, plots, record, runs
+from fedagg import files, plots, record, runs
 from fedagg.algorithms import REGISTRY
 from fedagg.cli.partition import trained
 from fedagg.cli.process import leads
@@ -24,7 +24,7 @@ from fedagg.cli.show import Live, err, out, results_table, seeds_table, summed, 
 from fedagg.config import Config, make, read, resolve_each
 from fedagg.data import Dataset
 from fedagg.errors import FedaggWarning, MissingError, SettingError
-from fedagg.federation import Result, build_model
+from fedagg.federation import Result, build_model, chosen_data, counted
 from fedagg.formats import check_run
 from fedagg.measure import Measure
 
@@ -56,7 +56,8 @@ def compare(
     if config is not None and str(config) in REGISTRY and not config.exists():
         raise SettingError("config", str(config), f"is a method; separate methods by commas: {','.join(names)},{config}")
     named = resolve_each(names, settings, config, preset)
-    once = list({chosen.method: chosen for chosen in named}.values())
+    given = chosen_data(named[0])
+    once = list({chosen.method: counted(chosen, given) for chosen in named}.values())
     # Seeds come outermost, so that a comparison cut short is a whole one of fewer seeds.
     configs = [chosen.changed(seed=chosen.seed + k) if k else chosen for k in range(seeds) for chosen in once]
     folder = out_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-compare"
@@ -65,7 +66,6 @@ def compare(
     places = {chosen: folder / (chosen.method if seeds == 1 else f"{chosen.method}-seed{chosen.seed}") for chosen in configs}
     for chosen in configs:
         same(places[chosen], chosen, folder)
-    given = data.load(configs[0].dataset, configs[0].data_dir)
     done = {chosen: finished(places[chosen], given) for chosen in configs}
     for chosen in once:
         if done[chosen] is None:

@@ -12,12 +12,13 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from fedagg import data, files
+from fedagg import files
 from fedagg.cli.compare import check, hint
 from fedagg.cli.reproduce import run_all
 from fedagg.cli.show import err, out, task
 from fedagg.config import Config, options_of, said
 from fedagg.errors import FedaggWarning, MissingError, SettingError
+from fedagg.federation import chosen_data
 from fedagg.reproduce.results import Store
 from fedagg.tuning import SEEDS, VALIDATION, Plan, Tuned, figures, finite, score
 
@@ -60,7 +61,7 @@ def tune(
         halving=halving,
     )
     first = plan.trials[0].config
-    check(first, data.load(first.dataset, first.data_dir))
+    check(first, chosen_data(first))
     folder = out_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-tune-{first.method}"
     store = Store(files.folder(folder))
     status = 0

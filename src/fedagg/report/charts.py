@@ -138,7 +138,7 @@ def partitions(trials: Sequence[Entry]) -> list[dict[str, Any]]:
         if key in found or len(found) == MOST_MAPS:
             continue
         try:
-            given = dataset(c.dataset, c.data_dir).of_task(c.task).held_back(c.validation, c.seed)
+            given = dataset(c.dataset, c.data_dir, c.target, c.user, c.task).of_task(c.task).held_back(c.validation, c.seed)
             if given.task != "classification":
                 continue
             counts = label_counts(given.y_train.numpy(), federation.deal(c, given), given.classes)

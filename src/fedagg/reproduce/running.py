@@ -187,7 +187,7 @@ def run_cell(cell: Cell, store: Store, stop: Stop, watch: Sequence[Callback] = (
 
 def train(config: Config, folder: Path, callbacks: Sequence[Callback]) -> Result:
     plugins.load(config.plugin)  # a process of its own does not have them
-    given = dataset(config.dataset, config.data_dir)
+    given = dataset(config.dataset, config.data_dir, config.target, config.user, config.task)
     if (folder / "config.toml").exists():
         try:
             return fedagg.run(config, data=given, resume=folder, callbacks=callbacks)
@@ -200,13 +200,13 @@ def train(config: Config, folder: Path, callbacks: Sequence[Callback]) -> Result
 
 
 @lru_cache(maxsize=1)
-def dataset(name: str, data_dir: str | None) -> Dataset:
-    return data.load(name, data_dir, download=False)
+def dataset(name: str, data_dir: str | None, target: str | None, user: str | None, task: str | None) -> Dataset:
+    return data.load(name, data_dir, download=False, target=target, user=user, task=task)
 
 
 def why_missing(name: str, data_dir: str | None) -> str:
     """Nothing when the data is there or can be brought; else why not."""
-    if data.REGISTRY.has(name):  # made by a function, not fetched
+    if data.REGISTRY.has(name) or data.is_path(name):  # made by a function or a file of the user's, not fetched
         return ""
     try:
         data.fetch(name, data_dir)
