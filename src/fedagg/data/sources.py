@@ -1,7 +1,7 @@
 """Where the named datasets come from: their files, how they are fetched, and how they are told from damaged ones.
 
-Files lie as their publishers lay them out. Their hashes are checked when they are fetched, and again whenever they are read: a
-quarter of a second for CIFAR-10, and a flipped byte is never trained on.
+Files lie as their publishers lay them out. Their hashes are checked when they are fetched, and again whenever they are read:
+half a second for CIFAR-10, and a flipped byte is never trained on.
 """
 
 from __future__ import annotations
