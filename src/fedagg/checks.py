@@ -23,6 +23,8 @@ from fedagg.registry import origin
 from fedagg.tasks import CLASSIFICATION, Task
 from fedagg.work import Loss
 
+COLUMNS = ("target", "user", "task")
+
 
 def samples(data: Any, parts: Any, config: Config | None, settings: dict[str, Any]) -> Dataset | None:
     """The data that were given from Python, whatever their form. A path is a setting like a name, and repeats on the command line.
@@ -31,7 +33,8 @@ def samples(data: Any, parts: Any, config: Config | None, settings: dict[str, An
         settings |= {} if data is None else {"dataset": os.fspath(data)}
         return None
     known = None if isinstance(data, Dataset) else config  # what it said about the data is in the Dataset by now
-    made = Dataset.of(data, **{name: settings.get(name) or getattr(known, name, None) for name in ("target", "user", "task")})
+    memory = settings.get("data_memory") or getattr(known, "data_memory", None)
+    made = Dataset.of(data, **{name: settings.get(name) or getattr(known, name, None) for name in COLUMNS}, memory=memory)
     chosen = settings.get("partition") is not None or "partition" in getattr(config, "model_fields_set", ())
     if made.users is not None and parts is None and not chosen:
         settings["partition"] = "user"
@@ -279,7 +282,8 @@ def misfit(output: object, y: Tensor, task: Task, data: Dataset) -> str:
 
 def extremes(data: Dataset) -> Tensor:
     """The samples with the smallest and the largest of all tokens: an embedding may have too few rows for them."""
-    sets_of = [(x, x.flatten(1)) for x in (data.x_train, data.x_test)]
+    some = data.x_train if isinstance(data.x_train, Tensor) else data.x_train[:1000]  # the rest stays on the disk
+    sets_of = [(x, x.flatten(1)) for x in (some, data.x_test)]
     return torch.stack([x[at] for x, flat in sets_of for at in (flat.amin(1).argmin(), flat.amax(1).argmax())])
 
 

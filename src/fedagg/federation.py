@@ -24,6 +24,7 @@ from fedagg.checkpoint import Checkpoint
 from fedagg.clients import Clients
 from fedagg.config import Config
 from fedagg.data import Dataset, is_path, load
+from fedagg.data.mapped import READING
 from fedagg.engines.base import Setting, set_precision
 from fedagg.engines.distributed import Team
 from fedagg.errors import FedaggError, FedaggWarning, SettingError
@@ -433,7 +434,7 @@ def tell_left_out(left_out: dict[str, dict[str, int]], rounds: int) -> None:
 
 def chosen_data(config: Config, download: bool = True) -> Dataset:
     """The data set that the settings name."""
-    return load(config.dataset, config.data_dir, download, config.target, config.user, config.task)
+    return load(config.dataset, config.data_dir, download, config.target, config.user, config.task, config.data_memory)
 
 
 def counted(config: Config, data: Dataset) -> Config:
@@ -506,6 +507,10 @@ def deal(config: Config, data: Dataset) -> Sequence[Any]:
             words = "the data do not say whose each sample is; name the column with user, or give fedagg.Dataset(..., users=...)"
             raise SettingError("partition", "user", words)
         return partition.by_user(data.users, config.clients)
+    if config.partition == "feature" and not isinstance(data.x_train, Tensor):
+        raise SettingError(
+            "partition", "feature", "sorts all samples, and these stay on the disk; choose another, or raise data_memory"
+        )
     if data.task != "classification" and config.partition in partition.BY_LABEL:
         words = f"deals samples by class labels, and the task is {data.task}; choose one of {', '.join(partition.FOR_ALL)}"
         raise SettingError("partition", config.partition, words)
@@ -518,7 +523,7 @@ def deal(config: Config, data: Dataset) -> Sequence[Any]:
         per_client=config.shards,
         deviation=config.deviation,
         column=config.column,
-        x=data.x_train.numpy(),
+        x=data.x_train.numpy() if isinstance(data.x_train, Tensor) else None,
     )
 
 
@@ -592,10 +597,13 @@ def fingerprint(config: Config, data: Dataset, parts: Sequence[Any], module: nn.
     form += [p.detach().cpu().numpy() for p in module.parameters() if not p.requires_grad]  # a checkpoint does not hold these
     known = {"model": digest(form if config.model != "custom" else [*form, repr(module)]), "loss": checks.name_of(loss)}
     known |= {} if task is tasks.CLASSIFICATION else {"metric": task.metric.key}
-    # Of a named set all labels and some samples: there is no need to look at hundreds of megabytes at every start.
+    # Of a named set, and of what stays on the disk, all labels and some samples: no need to look at everything at every start.
     own = config.dataset == "custom" or is_path(config.dataset)
-    every = [1 if own else -(-len(x) // LOOKED_AT) for x in (data.x_train, data.x_test)]
-    samples = [x[::step].numpy() for x, step in zip((data.x_train, data.x_test), every, strict=True)]
+
+    def looked_at(x: Any) -> int:
+        return (len(x) if own else LOOKED_AT) if isinstance(x, Tensor) else int(min(LOOKED_AT, x.room(READING)))
+
+    samples = [x[:: -(-len(x) // looked_at(x))].numpy() for x in (data.x_train, data.x_test)]
     known["data"] = digest([data.shape, *samples, data.y_train.numpy(), data.y_test.numpy()])
     if config.partition == "custom":
         known["parts"] = digest(piece for part in parts for piece in (len(part), np.asarray(part, dtype=np.int64)))

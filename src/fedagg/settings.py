@@ -95,4 +95,9 @@ class Settings(BaseModel):
     )
     client_memory: Literal["auto", "ram", "disk"] = Field("auto", description="where per-client vectors live")
     data_dir: str | None = Field(None, description="where data sets are (default FEDAGG_DATA, else the user's cache)")
+    data_memory: float | None = Field(
+        None,
+        gt=0,
+        description="GiB that the samples of a .npy file may take; more stay on the disk (default half of the machine's)",
+    )
     plugin: tuple[str, ...] = Field((), description="a Python file or module that brings methods, data sets and more")

@@ -14,6 +14,7 @@ import torch
 from fedagg import seeding
 from fedagg.data import sources, targets
 from fedagg.data.arrays import Array, kind_of, samples_of
+from fedagg.data.mapped import on_disk
 from fedagg.data.sources import Where, fetch, verify, where
 from fedagg.errors import SettingError
 from fedagg.registry import Registry
@@ -64,7 +65,8 @@ class Dataset:
         if (kinds := (kind_of("x_train", x_train), kind_of("x_test", x_test)))[0] != kinds[1]:
             raise SettingError("x_test", kinds[1], f"x_train holds {kinds[0]}; give both the same type")
         task = targets.understood(task, x_train, y_train, y_test)
-        x = {"x_train": samples_of("x_train", x_train), "x_test": samples_of("x_test", x_test)}
+        stays: Any = on_disk(x_train)
+        x = {"x_train": stays or samples_of("x_train", x_train), "x_test": samples_of("x_test", x_test)}
         y = targets.read(task, y_train, y_test)
         for part in ("train", "test"):
             if (here := len(x[f"x_{part}"])) != (there := len(y[f"y_{part}"])):
@@ -85,7 +87,8 @@ class Dataset:
                 Dataset or DataLoader; a Hugging Face Dataset or DatasetDict; the path of a CSV, Parquet, NPZ or NPY file, or of a
                 folder of images by class; or a Dataset, which is returned as it is.
             options: `target`, `features` and `user` name columns of a table; `test` is the share held out where there is no test
-                part (0.2), or the test part itself; `name`, `classes` and `task` are those of the Dataset.
+                part (0.2), or the test part itself; `name`, `classes` and `task` are those of the Dataset; samples in .npy files
+                that would take more than `memory` GiB (half of the machine's) stay on the disk.
         """
         from fedagg.data import of
 
@@ -135,6 +138,9 @@ class Dataset:
         """
         if not self.x_train.is_floating_point():
             raise SettingError("x_train", "integers", "token ids cannot be normalised; use them as they are")
+        if on_disk(self.x_train) is not None:
+            words = "the samples stay on the disk and are used as they are: standardise the file, or raise data_memory"
+            raise SettingError("normalize", True, words)
         if len(self.shape) == 1:
             mean, std = standard(*pooled([self.x_train]))
         else:
@@ -154,8 +160,10 @@ class Dataset:
         order = torch.randperm(len(self), generator=seeding.torch_generator(seed, "validation"))
         held, rest = order[:count].sort().values, order[count:].sort().values
         x, y = self.x_train, self.y_train
+        stays = on_disk(x)
+        kept, tested = (x[rest], x[held]) if stays is None else (stays.rows(rest), stays.raw(held.numpy()))
         users = None if self.users is None else self.users[rest.numpy()]
-        return self.changed(x_train=x[rest], y_train=y[rest], x_test=x[held], y_test=y[held], users=users)
+        return self.changed(x_train=kept, y_train=y[rest], x_test=tested, y_test=y[held], users=users)
 
 
 Sums = tuple[torch.Tensor, torch.Tensor, int]  # of samples, of their squares, and how many they are
@@ -198,11 +206,12 @@ def load(
     target: str | None = None,
     user: str | None = None,
     task: str | None = None,
+    memory: float | None = None,
 ) -> Dataset:
     """A named dataset, with images as float32 in [0, 1]; fetched first where it is missing and `download` allows. Or a file or
-    folder by its path, where `target` and `user` name columns."""
+    folder by its path, where `target` and `user` name columns, and arrays of more than `memory` GiB stay on the disk."""
     if is_path(name):
-        made = Dataset.of(name, target=target, user=user, task=task, name=name)
+        made = Dataset.of(name, target=target, user=user, task=task, name=name, memory=memory)
     elif name not in sources.SOURCES and REGISTRY.has(name):
         own = REGISTRY.find(name)()
         if not isinstance(own, Dataset):

@@ -21,6 +21,8 @@ from torch.utils.data import Dataset as TorchDataset
 
 from fedagg import seeding
 from fedagg.data import Dataset
+from fedagg.data.mapped import TEST as KEPT
+from fedagg.data.mapped import Mapped, allowed
 from fedagg.errors import SettingError, first_line, unknown
 
 Array = np.ndarray[Any, Any]
@@ -56,7 +58,8 @@ class Part:
 
     def rows(self, chosen: Array) -> Part:
         users = None if self.users is None else np.asarray(self.users)[chosen]
-        return replace(self, x=self.x[chosen], y=self.y[chosen], users=users)
+        x = self.x.rows(chosen) if isinstance(self.x, Mapped) else self.x[chosen]
+        return replace(self, x=x, y=self.y[chosen], users=users)
 
 
 def dataset(
@@ -69,6 +72,7 @@ def dataset(
     name: str | None = None,
     classes: int | None = None,
     task: str | None = None,
+    memory: float | None = None,
 ) -> Dataset:
     """See `Dataset.of`."""
     if isinstance(source, Dataset):
@@ -78,6 +82,8 @@ def dataset(
         return source if task is None else source.of_task(task)
     columns = Columns(target, features, user)
     train, own_test = read(source, columns)
+    if isinstance(train.x, np.memmap) and Mapped.size(train.x) > (allowance := allowed(memory)):
+        train = replace(train, x=Mapped(train.x, allowance))
     if test is not None and own_test is not None:
         raise SettingError("test", test, "the data have a test part already; leave it out")
     if test is None or isinstance(test, int | float):
@@ -463,9 +469,11 @@ def as_wide(part: Part, other: Part) -> Part:
 
 
 def held_out(part: Part, share: Any) -> tuple[Part, Part]:
-    """A share of the samples, drawn by a fixed seed, to test on."""
-    count = round(float(share) * len(part)) if 0 < share < 1 else 0
+    """A share of the samples, drawn by a fixed seed, to test on; of samples that stay on the disk, as many as may be in memory."""
+    most = part.x.room(KEPT) if isinstance(part.x, Mapped) else len(part)
+    count = min(most, round(float(share) * len(part))) if 0 < share < 1 else 0
     if not 0 < count < len(part):
         raise SettingError("test", share, f"must leave some of the {len(part)} samples to train on and some to test on")
     order = seeding.numpy_generator(0, "held out").permutation(len(part))
-    return part.rows(np.sort(order[count:])), part.rows(np.sort(order[:count]))
+    train, test = part.rows(np.sort(order[count:])), part.rows(np.sort(order[:count]))
+    return train, replace(test, x=test.x.raw(np.arange(count))) if isinstance(test.x, Mapped) else test

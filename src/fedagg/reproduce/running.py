@@ -187,7 +187,7 @@ def run_cell(cell: Cell, store: Store, stop: Stop, watch: Sequence[Callback] = (
 
 def train(config: Config, folder: Path, callbacks: Sequence[Callback]) -> Result:
     plugins.load(config.plugin)  # a process of its own does not have them
-    given = dataset(config.dataset, config.data_dir, config.target, config.user, config.task)
+    given = data_of(config)
     if (folder / "config.toml").exists():
         try:
             return fedagg.run(config, data=given, resume=folder, callbacks=callbacks)
@@ -199,9 +199,12 @@ def train(config: Config, folder: Path, callbacks: Sequence[Callback]) -> Result
     return fedagg.run(config, data=given, out=folder, callbacks=callbacks)
 
 
-@lru_cache(maxsize=1)
-def dataset(name: str, data_dir: str | None, target: str | None, user: str | None, task: str | None) -> Dataset:
-    return data.load(name, data_dir, download=False, target=target, user=user, task=task)
+def data_of(config: Config) -> Dataset:
+    """The data set that the settings name; the last one is kept."""
+    return dataset(config.dataset, config.data_dir, False, config.target, config.user, config.task, config.data_memory)
+
+
+dataset = lru_cache(maxsize=1)(data.load)
 
 
 def why_missing(name: str, data_dir: str | None) -> str:
