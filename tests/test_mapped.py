@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -92,6 +93,19 @@ def test_rows_come_as_they_would_from_memory(file: Path, tmp_path: Path) -> None
         assert rows.dtype == expected
         wanted = whole[[9, 2]] / 255 if kind is np.uint8 else whole[[9, 2]]
         np.testing.assert_allclose(rows, wanted, rtol=1e-6)
+
+
+def test_parquet_is_unpacked_once_and_then_read_by_need(file: Path) -> None:
+    x, y = np.load(file), np.load(file.with_name("y.npy"))
+    table = pd.DataFrame(x, columns=[f"x{k}" for k in range(WIDE)]).assign(label=y, who=y % 2)
+    table.to_parquet(file.with_suffix(".parquet"))
+    data = Dataset.of(file.with_suffix(".parquet"), user="who", memory=GIB)
+    rows: Any = data.x_train
+    assert isinstance(rows, Mapped)
+    assert torch.equal(rows[:], torch.from_numpy(x[rows.chosen]))
+    assert np.array_equal(data.y_train, y[rows.chosen])
+    assert np.array_equal(data.users, data.y_train % 2)
+    assert isinstance(Dataset.of(file.with_suffix(".parquet"), user="who").x_train, torch.Tensor)
 
 
 def test_small_files_are_read_whole(file: Path) -> None:

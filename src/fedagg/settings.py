@@ -98,6 +98,6 @@ class Settings(BaseModel):
     data_memory: float | None = Field(
         None,
         gt=0,
-        description="GiB that the samples of a .npy file may take; more stay on the disk (default half of the machine's)",
+        description="GiB that the samples of a file may take; more stay on the disk (default half of the machine's)",
     )
     plugin: tuple[str, ...] = Field((), description="a Python file or module that brings methods, data sets and more")

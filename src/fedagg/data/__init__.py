@@ -87,7 +87,7 @@ class Dataset:
                 Dataset or DataLoader; a Hugging Face Dataset or DatasetDict; the path of a CSV, Parquet, NPZ or NPY file, or of a
                 folder of images by class; or a Dataset, which is returned as it is.
             options: `target`, `features` and `user` name columns of a table; `test` is the share held out where there is no test
-                part (0.2), or the test part itself; `name`, `classes` and `task` are those of the Dataset; samples in .npy files
+                part (0.2), or the test part itself; `name`, `classes` and `task` are those of the Dataset; samples in files
                 that would take more than `memory` GiB (half of the machine's) stay on the disk.
         """
         from fedagg.data import of

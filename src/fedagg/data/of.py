@@ -6,9 +6,13 @@ are known by what their objects can do, so none of them is imported, and no file
 
 from __future__ import annotations
 
+import atexit
 import csv
+import math
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,9 +25,9 @@ from torch.utils.data import Dataset as TorchDataset
 
 from fedagg import seeding
 from fedagg.data import Dataset
+from fedagg.data.mapped import READING, Mapped, allowed
 from fedagg.data.mapped import TEST as KEPT
-from fedagg.data.mapped import Mapped, allowed
-from fedagg.errors import SettingError, first_line, unknown
+from fedagg.errors import FedaggError, SettingError, first_line, unknown
 
 Array = np.ndarray[Any, Any]
 TARGETS = ("label", "labels", "target", "y")  # what a column of labels is called where nobody says
@@ -38,11 +42,21 @@ FORMS = (
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns of a table are what. `user` may also be the ids themselves."""
+    """Which columns of a table are what. `user` may also be the ids themselves. `room` is what samples may take, in bytes."""
 
     target: Sequence[str] | str | None = None
     features: Sequence[str] | str | None = None
     user: Any = None
+    room: float = math.inf
+
+    def split(self, table: Iterable[str]) -> tuple[list[str], list[str], str | None]:
+        """Targets, features and user, of the columns that there are."""
+        names = list(table)
+        target, user = target_of(names, self), self.user if isinstance(self.user, str) else None
+        if user is not None and user not in names:
+            raise unknown("user", user, names)
+        chosen = [name for name in names if name not in (*target, user)] if self.features is None else self.features
+        return target, [chosen] if isinstance(chosen, str) else list(chosen), user
 
 
 @dataclass(frozen=True)
@@ -80,10 +94,11 @@ def dataset(
             if value is not None:
                 raise SettingError(option, value, "a Dataset has all it needs; give this when you make it")
         return source if task is None else source.of_task(task)
-    columns = Columns(target, features, user)
+    room = allowed(memory)
+    columns = Columns(target, features, user, room)
     train, own_test = read(source, columns)
-    if isinstance(train.x, np.memmap) and Mapped.size(train.x) > (allowance := allowed(memory)):
-        train = replace(train, x=Mapped(train.x, allowance))
+    if isinstance(train.x, np.memmap) and Mapped.size(train.x) > room:
+        train = replace(train, x=Mapped(train.x, room))
     if test is not None and own_test is not None:
         raise SettingError("test", test, "the data have a test part already; leave it out")
     if test is None or isinstance(test, int | float):
@@ -203,7 +218,7 @@ def table_of(source: Any) -> dict[str, Any] | None:
     return {str(name): source[name] for name in (source if isinstance(source, Mapping) else source.columns)}
 
 
-def target_of(table: Mapping[str, Any], columns: Columns) -> list[str]:
+def target_of(table: Sequence[str] | Mapping[str, Any], columns: Columns) -> list[str]:
     chosen = [columns.target] if isinstance(columns.target, str) else list(columns.target or ())
     for name in chosen:
         if name not in table:
@@ -214,17 +229,13 @@ def target_of(table: Mapping[str, Any], columns: Columns) -> list[str]:
 
 
 def from_table(table: Mapping[str, Any], columns: Columns) -> Part:
-    target = target_of(table, columns)
-    user = None if ids(columns.user) else columns.user
-    if user is not None and user not in table:
-        raise unknown("user", user, table)
-    chosen = columns.features
-    if chosen is None:
-        chosen = [name for name in table if name not in (*target, user)]
-    x = features_of(table, [chosen] if isinstance(chosen, str) else list(chosen))
-    users = columns.user if user is None else plain(str(user), table[str(user)])
+    target, features, user = columns.split(table)
+    return targeted(features_of(table, features), table, target, columns.user if user is None else table[user])
+
+
+def targeted(x: Array, table: Mapping[str, Any], target: list[str], users: Any) -> Part:
     y = [plain(name, table[name]) for name in target]
-    return Part(x, y[0] if len(y) == 1 else np.column_stack(y), users, table=True)
+    return Part(x, y[0] if len(y) == 1 else np.column_stack(y), None if users is None else plain("user", users), table=True)
 
 
 def features_of(table: Mapping[str, Any], chosen: list[str]) -> Array:
@@ -288,7 +299,7 @@ def from_path(path: Path, columns: Columns) -> tuple[Part, Part | None]:
         raise SettingError("dataset", str(path), "there is no such file or folder")
     kind = path.suffix.lower()
     if kind in (".csv", ".parquet"):
-        return from_table(from_csv(path) if kind == ".csv" else from_parquet(path), columns), None
+        return from_table(from_csv(path), columns) if kind == ".csv" else from_parquet(path, columns), None
     if kind == ".npz":
         return from_npz(path)
     if kind == ".npy":
@@ -392,16 +403,46 @@ def typed(column: Sequence[str]) -> Array:
     return np.array(column)
 
 
-def from_parquet(path: Path) -> dict[str, Any]:
+def from_parquet(path: Path, columns: Columns) -> Part:
     if find_spec("pyarrow") is None:
         raise SettingError("dataset", str(path), "Parquet is read by pyarrow, which is not installed: pip install pyarrow")
     from pyarrow import parquet
 
     try:
-        table = parquet.read_table(path)
+        with parquet.ParquetFile(path) as file:
+            about = file.metadata
+            size = sum(about.row_group(group).total_byte_size for group in range(about.num_row_groups))
+            if size <= columns.room:
+                return from_table(numpy_of(file.read()), columns)
+            target, features, user = columns.split(file.schema_arrow.names)
+            rows = max(1, int(columns.room / READING / size * about.num_rows))
+            batches = (features_of(numpy_of(some), features) for some in file.iter_batches(rows, columns=features))
+            x = unpacked(batches, about.num_rows)
+            table = numpy_of(file.read([*target, *([] if user is None else [user])]))
+            return targeted(x, table, target, columns.user if user is None else table[user])
+    except FedaggError:
+        raise
     except Exception as error:  # pyarrow's own errors, and those of the file system
         raise SettingError("dataset", str(path), f"cannot be read as Parquet: {first_line(error)}") from None
-    return {name: table[name].to_numpy() for name in table.column_names}
+
+
+def numpy_of(table: Any) -> dict[str, Any]:
+    """The columns of an Arrow table or batch."""
+    return {name: column.to_numpy(zero_copy_only=False) for name, column in zip(table.schema.names, table.columns, strict=True)}
+
+
+def unpacked(batches: Iterable[Array], count: int) -> np.memmap[Any, Any]:
+    """Batches of samples one after the other in a .npy file, which goes when the process ends: Parquet has no single rows."""
+    folder = tempfile.mkdtemp(prefix="fedagg-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path, whole, at = Path(folder) / "x.npy", None, 0
+    for batch in batches:
+        if whole is None:
+            whole = np.lib.format.open_memmap(path, mode="w+", dtype=batch.dtype, shape=(count, *batch.shape[1:]))
+        whole[at : at + len(batch)] = batch
+        at += len(batch)
+    del whole
+    return np.lib.format.open_memmap(path, mode="r")
 
 
 ARRAYS = ("x_train", "y_train", "x_test", "y_test", "x", "y", "users")
