@@ -186,8 +186,7 @@ def test_a_trace_that_is_not_finite_is_left_out_too() -> None:
 # --- nobody left ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", tiny.ENGINES)
-@pytest.mark.parametrize("name", tiny.STATEFUL)
+@pytest.mark.parametrize(("name", "engine"), tiny.STATES)
 def test_a_round_with_no_valid_client_changes_nothing_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, engine: str
 ) -> None:

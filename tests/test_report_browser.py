@@ -31,7 +31,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for algorithm, seed in (("fedagg", 0), ("fedagg", 1), ("fedavg", 0), ("fedexp", 0)):
             config = Config(
                 algorithm=algorithm, seed=seed, partition=split, clients=10, participation=0.5, epochs=2, rounds=4,
-                engine="sequential",
+                engine="batched",
             )  # fmt: skip
             fedagg.run(config, out=where / f"{algorithm}-{split}-{seed}")
     return write([where], tmp_path_factory.mktemp("page") / "report.html")

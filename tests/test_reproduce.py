@@ -37,7 +37,7 @@ participation = [0.2]
 
 [settings]
 dataset = "mnist-mini"
-engine = "sequential"
+engine = "batched"
 clients = 20
 epochs = 1
 rounds = 3

@@ -18,7 +18,7 @@ from fedagg.config import Config, make
 from fedagg.errors import FedaggWarning, SettingError
 from fedagg.tuning import Plan, Tuned
 
-SMALL: dict[str, Any] = {"rounds": 2, "clients": 20, "participation": 0.1, "epochs": 1, "engine": "sequential"}
+SMALL: dict[str, Any] = {"rounds": 2, "clients": 20, "participation": 0.1, "epochs": 1, "engine": "batched"}
 FLAGS = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
 
 
