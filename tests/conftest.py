@@ -33,6 +33,7 @@ SLOW = {
         "fuzz",
         "long_haul",
         "models",
+        "networks",
         "real_data",
         "report",
         "report_browser",

@@ -310,8 +310,11 @@ ON_THE_SERVER = {"fedadam", "fedadagrad", "fedyogi", "fedexp", "fedavgm", "fedno
 WITH_A_BODY = [
     pytest.param(name, "lenet5", "dirichlet-class", 2, marks=pytest.mark.slow) for name in sorted(REGISTRY.keys() - ON_THE_SERVER)
 ]
-LINEAR = [(name, "linear", "dirichlet-class", 3) for name in sorted(REGISTRY.keys() - {"fedbabu"})]
-LINEAR += [(name, "linear", "iid", 3) for name in ("fedavg", "fedgh", "fedagg")]
+LINEAR = [(name, "linear", split, 3) for name in ("fedavg", "fedgh", "fedagg") for split in ("iid", "dirichlet-class")]
+LINEAR += [
+    pytest.param(name, "linear", "dirichlet-class", 3, marks=pytest.mark.slow)
+    for name in sorted(REGISTRY.keys() - {"fedbabu", "fedavg", "fedgh", "fedagg"})
+]
 
 
 @pytest.mark.parametrize(("algorithm", "model", "split", "rounds"), WITH_A_BODY + LINEAR)

@@ -393,11 +393,11 @@ def test_fedagg_recovers_from_an_absurd_base_rate_even_among_corrupt_clients() -
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["fedavg", "fedagg"])
 def test_accuracy_with_dropouts_and_corrupt_clients_is_within_two_points(algorithm: str) -> None:
-    """30 % dropouts and 10 % corrupt clients on mnist-mini, mean of three seeds."""
+    """30 % dropouts and 10 % corrupt clients on mnist-mini, mean of two seeds."""
 
     def accuracy(**faults: float) -> float:
         settings = {"algorithm": algorithm, "rounds": 30, "lr": 0.1, "partition": "dirichlet"}
-        return sum(fedagg.run(**settings, seed=seed, **faults).accuracy for seed in range(3)) / 3
+        return sum(fedagg.run(**settings, seed=seed, **faults).accuracy for seed in range(2)) / 2
 
     clean = accuracy()
     assert clean > 0.85
