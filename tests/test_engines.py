@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import fedagg
 from fedagg import checkpoint, models, partition, seeding
 from fedagg.algorithms import REGISTRY
+from fedagg.cli import main
 from fedagg.engines import Sequential, batched, choose, stacked
 from fedagg.engines.base import Setting
 from fedagg.engines.batched import Batched
@@ -338,7 +339,7 @@ def test_whole_runs_agree(algorithm: str, model: str, split: str, rounds: int) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["resnet18", "googlenet", "densenet121"])
+@pytest.mark.parametrize("model", ["resnet18", "densenet121"])
 def test_deep_branches_agree(model: str) -> None:
     """One step: with a handful of samples, single units of ReLU that fall to the other side of zero move the gradient by a percent,
     torch's own in float32 against float64 as well."""
@@ -565,8 +566,8 @@ def test_a_process_that_dies_ends_the_run_with_a_checkpoint(tmp_path: Path) -> N
     assert saved is not None
     assert saved.round > 0
     more = str(saved.round + 2)
-    again = [sys.executable, "-m", "fedagg", "run", "--resume", str(out), "--rounds", more, "--engine", "sequential", "--quiet"]
-    subprocess.run(again, check=True, env=environment, capture_output=True, timeout=300)
+    with pytest.raises(SystemExit, match="0"):
+        main(["run", "--resume", str(out), "--rounds", more, "--engine", "sequential", "--quiet"])
     assert len((out / "metrics.jsonl").read_text().splitlines()) == saved.round + 2
 
 

@@ -573,8 +573,7 @@ class DeafGrid(SlowGrid):
         return super().send_and_receive(messages, timeout=timeout)
 
 
-@pytest.mark.parametrize("same_kind", [True, False])
-@pytest.mark.parametrize("method", ["fedagg", "feddyn"])
+@pytest.mark.parametrize(("method", "same_kind"), [("fedagg", True), ("feddyn", True), ("feddyn", False)])
 def test_an_answer_after_the_deadline_is_not_used_and_not_an_error(method, same_kind):
     runs = {}
     for kind in (SlowGrid, DeafGrid):
