@@ -544,6 +544,7 @@ def test_a_million_clients_can_be_dealt_and_sampled() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::fedagg.errors.FedaggWarning")  # of another engine than the run began with
 def test_a_process_that_dies_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     out = tmp_path / "run"
     command = [
