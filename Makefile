@@ -5,7 +5,7 @@ VENV := .venv
 PIP := $(VENV)/bin/pip --disable-pip-version-check -q install --no-compile -c constraints.txt
 FEDAGG := $(VENV)/bin/fedagg
 
-.PHONY: demo test quick tests docs lint bench clean
+.PHONY: demo test quick lint style types tests docs bench clean
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "fedagg needs Python 3.11 or newer: make demo PYTHON=python3.12"; exit 2; }
@@ -24,22 +24,24 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 demo: $(VENV)/.run
 	@$(FEDAGG) compare fedagg,fedavg --dataset mnist-mini --model linear --partition shards --rounds 30 --out demo/$$(date +%Y%m%d-%H%M%S)
 
-PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-
 # mypy has one core to work on and leaves the other to the tests.
-test: $(VENV)/.dev
-	@$(MAKE) --no-print-directory -j 2 lint tests
+test: style
+	@$(MAKE) --no-print-directory -j 2 types tests
 
-quick: $(VENV)/.dev
-	@$(MAKE) --no-print-directory -j 2 lint tests TESTS='-m "not slow"'
+quick: style
+	@$(MAKE) --no-print-directory -j 2 types tests TESTS='-m "not slow"'
 
-tests: $(VENV)/.dev
-	$(PYTEST) $(TESTS)
+lint: style types
 
-lint: $(VENV)/.dev
+style: $(VENV)/.dev
 	$(VENV)/bin/ruff check src tests tools benchmarks
 	$(VENV)/bin/ruff format --check src tests tools benchmarks
+
+types: $(VENV)/.dev
 	$(VENV)/bin/mypy
+
+tests: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 docs: $(VENV)/.dev
 	$(VENV)/bin/mkdocs build --strict --site-dir site
