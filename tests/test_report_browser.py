@@ -163,7 +163,7 @@ def at_width(browser: Any, report: Path) -> Iterator[Callable[[int], Opened]]:
         tab.context.close()
 
 
-@pytest.mark.parametrize("width", [360, 800, 2400])
+@pytest.mark.parametrize("width", [360, 800, 1600])
 def test_it_fits_the_screen(width: int, at_width: Callable[[int], Opened]) -> None:
     tab = at_width(width)
     assert tab.page.evaluate("document.documentElement.scrollWidth") <= width
@@ -209,7 +209,7 @@ def contrast(one: str, two: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-@pytest.mark.parametrize("width", [360, 2400])
+@pytest.mark.parametrize("width", [390, 1600])
 def test_the_scale_of_a_map_says_what_it_counts(at_width: Callable[[int], Opened], width: int) -> None:
     page = at_width(width).page
     for chart in ("#chart-partition", "#chart-rate-map", "#chart-moved-map"):
