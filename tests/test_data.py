@@ -122,9 +122,21 @@ def test_normalized_by_channel_of_the_training_set() -> None:
     np.testing.assert_allclose(normal.x_test, (x[:10] * 2 - mean) / std, atol=1e-4)
 
 
-def test_normalized_flat_is_over_everything() -> None:
-    normal = Dataset(X, Y, X, Y).normalized()
-    np.testing.assert_allclose(normal.x_train, (X - X.mean()) / X.std(), atol=1e-5)
+def test_normalized_rows_have_each_feature_by_itself() -> None:
+    x = X * np.array([1, 1e-3, 1e4, 0]) + np.array([0, 7, -3e4, 0.1])
+    normal = Dataset(x, Y, 2 * x, Y).normalized()
+    std = np.where(x.std(0) > 1e-9, x.std(0), 1)
+    np.testing.assert_allclose(normal.x_train, (x - x.mean(0)) / std, atol=2e-3)
+    np.testing.assert_allclose(normal.x_test, (2 * x - x.mean(0)) / std, rtol=1e-3, atol=2e-3)
+    assert torch.equal(normal.x_train[:, 3], torch.zeros(len(x)))
+
+
+def test_standardising_takes_sums_of_clients_alone() -> None:
+    """Three clients of different sizes: mean and deviation of what they hold together."""
+    x = torch.from_numpy(RNG.normal(3, 2, (30, 4))).float()
+    mean, std = data.standard(*data.pooled(x.split([5, 1, 24])))
+    np.testing.assert_allclose(mean, x.double().mean(0), rtol=1e-6)
+    np.testing.assert_allclose(std, x.double().std(0, correction=0), rtol=1e-6)
 
 
 # --- IDX and CIFAR ---------------------------------------------------------------------------------------------------
@@ -252,7 +264,10 @@ def test_cifar(tmp_path: Path) -> None:
 
 
 def test_names() -> None:
-    assert data.names() == ["mnist-mini", "mnist", "emnist-letters", "cifar10", "cifar100"]
+    published = ["mnist-mini", "mnist", "emnist-letters", "cifar10", "cifar100"]
+    people = ["mnist-writers", "hapt", "uci-har", "femnist", "shakespeare", "shakespeare-roles"]
+    assert data.names() == [*published, *people, "emnist-letters-union"]
+    assert [name for name in data.names() if data.names_users(name)] == people
     for call in (data.load, data.fetch, data.verify):
         with pytest.raises(SettingError, match="did you mean 'cifar10'"):
             call("cifar-10")

@@ -13,6 +13,7 @@ nbclient: Any = pytest.importorskip("nbclient", reason="needs fedagg[dev]")
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+QUIET["RAY_raylet_start_wait_time_s"] = "180"  # on a machine that is busy
 
 
 def executed(name: str, folder: Path) -> list[str]:

@@ -99,7 +99,7 @@ def test_the_band_is_one_deviation_around_the_mean(tmp_path: Path, monkeypatch: 
     drawn: list[tuple[Sequence[float], ...]] = []
     monkeypatch.setattr(Axes, "fill_between", lambda self, x, low, high, **_: drawn.append((x, low, high)))
     seeds = [[{"round": t, "accuracy": a} for t, a in enumerate(curve, start=1)] for curve in ([0.1, 0.5, 0.9], [0.3, 0.5])]
-    plots.accuracy_curves({"fedavg": seeds, "fedcm": seeds[:1]}, tmp_path / "a.png", "", "accuracy")
+    plots.score_curves({"fedavg": seeds, "fedcm": seeds[:1]}, tmp_path / "a.png", "", "accuracy")
     ((rounds, low, high),) = drawn  # one curve alone has no band
     assert list(rounds) == [1, 2]
     deviation = math.sqrt(200)  # of 10 and 30

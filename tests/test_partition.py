@@ -100,7 +100,7 @@ def test_dirichlet_by_class(problem: tuple[np.ndarray, int, int], sigma: float) 
     assert same(parts, dirichlet(labels, clients, sigma, seed, by="class"))
 
 
-@pytest.mark.parametrize("name", partition.names())
+@pytest.mark.parametrize("name", [name for name in partition.names() if name not in ("feature", "user")])
 def test_seed_decides_and_global_state_does_not(name: str) -> None:
     first = partition.partition(name, BALANCED, 10, seed=1, sigma=1.0)
     np.random.seed(0)  # noqa: NPY002
@@ -188,8 +188,8 @@ def test_speed_at_scale() -> None:
         (lambda: iid(BALANCED, True), "clients = True"),
         (lambda: iid(BALANCED, 5001), "only 5000 samples"),
         (lambda: iid(BALANCED, 2, -1), "seed = -1"),
-        (lambda: iid(BALANCED.reshape(2, -1), 2), "labels"),
-        (lambda: iid(BALANCED / 2, 2), "labels"),
+        (lambda: shards(BALANCED.reshape(2, -1), 2), "labels"),
+        (lambda: dirichlet(BALANCED / 2, 2, 1.0), "labels"),
         (lambda: iid(np.array([], dtype=np.int64), 1), "only 0 samples"),
         (lambda: shards(BALANCED, 5, 0), "shards = 0"),
         (lambda: shards(BALANCED, 2501, 2), "shards = 2: 2501 clients need 5002 shards of 5000 samples; lower shards or clients"),

@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """FedAgg with two seeds and FedAvg with one."""
     where = tmp_path_factory.mktemp("runs")
     for algorithm, seed in (("fedagg", 0), ("fedagg", 1), ("fedavg", 0)):
-        config = Config(algorithm=algorithm, seed=seed, engine="sequential", **SETTINGS)
+        config = Config(algorithm=algorithm, seed=seed, engine="batched", **SETTINGS)
         fedagg.run(config, out=where / f"{algorithm}-{seed}")
     return where
 
@@ -106,7 +106,7 @@ def test_progress_adds_up(folder: Path) -> None:
 
 def test_runs_that_differ_in_a_setting_are_told_apart(tmp_path: Path) -> None:
     for alpha in (0.1, 0.5):
-        config = Config(alpha=alpha, **SETTINGS | {"rounds": 1}, engine="sequential")
+        config = Config(alpha=alpha, **SETTINGS | {"rounds": 1}, engine="batched")
         fedagg.run(config, out=tmp_path / f"a{alpha}")
     (group,) = content.gather([tmp_path]).groups
     assert set(group.series) == {"FedAgg alpha 0.1", "FedAgg alpha 0.5"}
@@ -126,7 +126,7 @@ def test_an_unfinished_run_is_not_averaged_with_finished_ones(folder: Path, tmp_
 
 def test_different_tasks_are_different_settings(tmp_path: Path) -> None:
     for number, more in enumerate(({}, {"shards": 10}, {"validation": 0.3}, {"normalize": True})):
-        fedagg.run(Config(**SETTINGS | {"rounds": 1}, engine="sequential", **more), out=tmp_path / str(number))
+        fedagg.run(Config(**SETTINGS | {"rounds": 1}, engine="batched", **more), out=tmp_path / str(number))
     made = content.gather([tmp_path])
     common = "mnist-mini, linear, shards {}, 50 % of 12 clients, 1 rounds"
     assert [group.name for group in made.groups] == [
@@ -149,7 +149,7 @@ def test_what_was_given_from_python_is_told_apart(tmp_path: Path) -> None:
     def run(name: str, scale: float, seed: int) -> None:
         x, y = scale * torch.arange(80.0).reshape(40, 2), torch.arange(40) % 2
         own = fedagg.Dataset(x, y, x, y, classes=2)
-        settings = {"clients": 4, "participation": 1.0, "rounds": 1, "epochs": 1, "engine": "sequential"}
+        settings = {"clients": 4, "participation": 1.0, "rounds": 1, "epochs": 1, "engine": "batched"}
         fedagg.run(data=own, model=nn.Linear(2, 2), seed=seed, out=tmp_path / name, **settings)
 
     for name, scale, seed in (("a0", 1.0, 0), ("a1", 1.0, 1), ("b0", 2.0, 0), ("lost", 1.0, 2)):
@@ -168,7 +168,7 @@ def test_a_method_registered_in_a_script_is_shown_beside_others(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(REGISTRY, "mine", REGISTRY["fedavg"])
-    fedagg.run(algorithm="mine", engine="sequential", out=tmp_path / "mine", **SETTINGS)
+    fedagg.run(algorithm="mine", engine="batched", out=tmp_path / "mine", **SETTINGS)
     monkeypatch.delitem(REGISTRY, "mine")  # what the command line sees
     (group,) = content.gather([folder, tmp_path / "mine"]).groups
     assert list(group.series) == ["FedAgg", "FedAvg", "mine"]
@@ -181,7 +181,7 @@ def test_a_method_registered_in_a_script_is_shown_beside_others(
 
 
 def test_a_loss_of_ones_own_is_a_setting_of_its_own(folder: Path, tmp_path: Path) -> None:
-    config = Config(algorithm="fedavg", engine="sequential", **SETTINGS)
+    config = Config(algorithm="fedavg", engine="batched", **SETTINGS)
     fedagg.run(config, loss=lambda output, target: 2 * cross_entropy(output, target), out=tmp_path / "doubled")
     first, second = content.gather([folder / "fedavg-0", tmp_path / "doubled"]).groups
     assert second.name == f"{first.name}, as in doubled"
@@ -219,7 +219,7 @@ def test_runs_are_named_by_what_differs(tmp_path: Path) -> None:
 def test_a_curve_of_one_point_can_be_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     drawn: list[Any] = []
     monkeypatch.setattr(plots, "save", lambda figure, path: drawn.append(figure) or path)
-    plots.accuracy_curves({"a": [[{"round": 1, "accuracy": 0.5}]]}, tmp_path / "a.png", "", "accuracy")
+    plots.score_curves({"a": [[{"round": 1, "accuracy": 0.5}]]}, tmp_path / "a.png", "", "accuracy")
     lines = [plots.Series("one", [1, 2], [0.5, float("nan")]), plots.Series("two", [1, 2], [0.5, 0.6])]
     plots.panels([[plots.Panel("", "", "", lines)]], [tmp_path / "b.png"], "")
     marks = [line.get_marker() for figure in drawn for line in figure.axes[0].lines]
@@ -302,7 +302,7 @@ def test_the_page_can_be_read_without_seeing_it(html: str) -> None:
 
 def test_curves_say_which_data_they_are_of(tmp_path: Path) -> None:
     fedagg.run(rounds=1, clients=10, validation=0.2, out=tmp_path / "held")
-    names = data_of(page.write([tmp_path / "held"], tmp_path / "r.html").read_text())["names"]
+    names = data_of(page.write([tmp_path / "held"], tmp_path / "r.html").read_text())["groups"][0]["names"]
     assert (names["accuracy"], names["loss"]) == ("validation accuracy (%)", "validation loss")
     both = [fedagg.Config(), fedagg.Config(validation=0.2)]
     assert runs.measured("accuracy", both[:1]) == "test accuracy"
@@ -426,7 +426,7 @@ def test_a_column_of_words_is_set_as_words() -> None:
 
 def test_many_settings_that_differ_are_folded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for algorithm in ("fedagg", "fedavg"):
-        fedagg.run(Config(algorithm=algorithm, **SETTINGS | {"rounds": 1}, engine="sequential"), out=tmp_path / algorithm)
+        fedagg.run(Config(algorithm=algorithm, **SETTINGS | {"rounds": 1}, engine="batched"), out=tmp_path / algorithm)
     made = content.gather([tmp_path])
     assert "settings that differ</summary>" not in tables.configuration(made)
     monkeypatch.setattr(tables, "MOST_ROWS", 1)
@@ -444,9 +444,9 @@ def test_pictures_of_runs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
 def test_the_same_numbers_give_the_same_picture(tmp_path: Path) -> None:
     history = {"fedagg": [[{"round": 1, "accuracy": 0.5}, {"round": 2, "accuracy": 0.6}]]}
     for ending in plots.FORMATS:
-        one = plots.accuracy_curves(history, tmp_path / f"one.{ending}", "t", "accuracy").read_bytes()
+        one = plots.score_curves(history, tmp_path / f"one.{ending}", "t", "accuracy").read_bytes()
         if ending != "svg":  # whose element names are random
-            assert plots.accuracy_curves(history, tmp_path / f"two.{ending}", "t", "accuracy").read_bytes() == one
+            assert plots.score_curves(history, tmp_path / f"two.{ending}", "t", "accuracy").read_bytes() == one
 
 
 def test_a_folder_is_no_place_for_a_page(folder: Path, tmp_path: Path) -> None:

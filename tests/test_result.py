@@ -22,6 +22,7 @@ import tiny
 from fedagg import loading, progress, stopping
 from fedagg.cli import main
 from fedagg.errors import FedaggError, MissingError, SettingError
+from fedagg.measure import ACCURACY, Measure
 
 SMALL: dict[str, Any] = {"algorithm": "fedavg", "clients": 20, "participation": 0.1, "rounds": 2, "epochs": 1, "lr": 0.1}
 
@@ -73,9 +74,9 @@ def test_what_does_not_fit_the_run_is_refused(run: fedagg.Result) -> None:
         run.predict(x[:, 0])
     with pytest.raises(SettingError, match="the run's samples are real numbers"):
         run.predict(x.astype(np.int64))
-    with pytest.raises(SettingError, match="x has 3 samples"):
+    with pytest.raises(SettingError, match="the two must agree"):
         run.evaluate(x, np.zeros(2, dtype=np.int64))
-    with pytest.raises(SettingError, match="labels from 0 to 9"):
+    with pytest.raises(SettingError, match="from 0 to 9"):
         run.evaluate(x, np.array([0, 1, 10]))
 
 
@@ -284,27 +285,48 @@ def test_what_came_from_python_is_asked_for_again(tmp_path: Path) -> None:
     assert again.config.clients == 6
 
 
+# Other tasks.
+
+
+def test_a_regression_is_judged_by_its_own_figures(tmp_path: Path) -> None:
+    """R² by hand, and a rule that stops by it."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(120, 4, generator=generator)
+    y = x @ torch.tensor([1.0, -2.0, 0.5, 3.0]) + 0.1 * torch.randn(120, generator=generator)
+    data = fedagg.Dataset(x[:90], y[:90], x[90:], y[90:])
+    settings: dict[str, Any] = {"algorithm": "fedavg", "clients": 3, "participation": 1.0, "rounds": 9, "lr": 0.05, "stop_at": 0.5}
+    made = fedagg.run(data=data, model="linear", **settings, engine="sequential", out=tmp_path / "run")
+    assert "R²" in str(made.stopped)
+    again = fedagg.load(tmp_path / "run")
+    assert repr(again).splitlines()[1].startswith("R² 0.")
+    guess = again.predict(x[90:]).flatten()
+    expected = 1 - float((y[90:] - guess).square().sum() / (y[90:] - y[90:].mean()).square().sum())
+    assert again.evaluate(x[90:], y[90:])["r2"] == pytest.approx(expected, abs=1e-5)
+    assert made.score == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(AttributeError, match="judged by its R²"):
+        _ = again.accuracy
+
+
 # Ending early.
 
 
-def fed(rule: stopping.Rule, values: list[float | None]) -> list[bool]:
+def fed(rule: stopping.Rule, values: list[float | None], metric: Measure = ACCURACY) -> list[bool]:
+    rule.judged(metric)
     rule.started(fedagg.Config(), 0)
-    rows = [{"round": t, **({} if value is None else {"accuracy": value})} for t, value in enumerate(values, start=1)]
+    rows = [{"round": t, **({} if value is None else {metric.key: value})} for t, value in enumerate(values, start=1)]
     return [rule.round_done(row) for row in rows]
 
 
-def test_rules_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rules_by_hand() -> None:
     assert fed(fedagg.StopAt(0.5), [0.4, None, math.nan, 0.5]) == [False, False, False, True]
     patient = fedagg.Patience(2)
     assert fed(patient, [0.4, 0.3, 0.41, None, 0.41, math.nan]) == [False, False, False, False, False, True]
     assert patient.reason == "no better accuracy than 0.41, of round 3, in 2 evaluations"
     # A figure of which less is better.
-    monkeypatch.setattr(stopping, "metric", lambda config: ("accuracy", False))
-    assert fed(fedagg.Patience(2), [0.4, 0.3, 0.41, 0.3, 0.2]) == [False, False, False, True, False]
-    monkeypatch.setattr(stopping, "metric", lambda config: ("error", False))
-    low = fedagg.StopAt(3.0)
-    low.started(fedagg.Config(), 0)
-    assert [low.round_done({"round": 1, "error": value}) for value in (4.0, 3.0)] == [False, True]
+    error = Measure("error", "error", percent=False, higher=False)
+    patient = fedagg.Patience(2)
+    assert fed(patient, [0.4, 0.3, 0.41, 0.3, 0.2], error) == [False, False, False, True, False]
+    assert fed(fedagg.StopAt(3.0), [4.0, math.nan, 3.0], error) == [False, False, True]
 
 
 def test_a_run_ends_where_its_accuracy_is_reached(tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ import tiny
 from fedagg import cli
 from fedagg.config import Config, make
 from fedagg.errors import FedaggWarning, SettingError
+from fedagg.measure import ACCURACY, Measure
 from fedagg.tuning import Plan, Tuned
 
-SMALL: dict[str, Any] = {"rounds": 2, "clients": 20, "participation": 0.1, "epochs": 1, "engine": "sequential"}
+SMALL: dict[str, Any] = {"rounds": 2, "clients": 20, "participation": 0.1, "epochs": 1, "engine": "batched"}
 FLAGS = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
 
 
@@ -37,7 +38,11 @@ def carried_out(plan: Plan, accuracy: Any) -> tuple[Tuned, list[Config]]:
         ran.extend(cell.config for cell in cells)
         return True
 
-    return plan.carry_out(run, accuracy), ran
+    def found(config: Config) -> tuple[float, Measure] | None:
+        value = accuracy(config)
+        return None if value is None else (value, ACCURACY)
+
+    return plan.carry_out(run, found), ran
 
 
 def test_a_point_is_ranked_by_its_mean_over_seeds_on_data_held_back() -> None:
@@ -166,7 +171,7 @@ def test_the_test_set_is_never_scored() -> None:
     spoilt = fedagg.Dataset(whole.x_train, whole.y_train, whole.x_test, (whole.y_test + 1) % 3, classes=3)
     settings: dict[str, Any] = {"clients": 6, "rounds": 2, "batch_size": 8, "seeds": [5]}
     one, other = (fedagg.tune("fedavg", {"lr": [0.1]}, data=d, model=tiny.network(), **settings) for d in (whole, spoilt))
-    assert one.best.accuracies == other.best.accuracies
+    assert one.best.scores == other.best.scores
 
 
 def test_the_command_goes_on_and_says_what_is_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from fedagg import plugins, seeding
+from fedagg import partition, plugins, seeding
 from fedagg.algorithms.base import LR, REGISTRY, Algorithm
 from fedagg.config import FROM_PYTHON, Config, make, read, resolve
 from fedagg.data import Dataset
@@ -21,15 +21,31 @@ from fedagg.flat import copied
 from fedagg.formats import check_run
 from fedagg.options import declared
 from fedagg.registry import origin
-from fedagg.work import Loss, cross_entropy
+from fedagg.tasks import CLASSIFICATION, Task
+from fedagg.work import Loss
+
+COLUMNS = ("target", "user", "task")
 
 
-def given(data: Dataset | None, model: nn.Module | None, parts: Sequence[Any] | None) -> dict[str, Any]:
+def samples(data: Any, parts: Any, config: Config | None, settings: dict[str, Any]) -> Dataset | None:
+    """The data that were given from Python, whatever their form. A path is a setting like a name, and repeats on the command line.
+    Data that name their users are split by them, unless something else is said."""
+    if data is None or isinstance(data, str | os.PathLike):
+        settings |= {} if data is None else {"dataset": os.fspath(data)}
+        return None
+    known = None if isinstance(data, Dataset) else config  # what it said about the data is in the Dataset by now
+    memory = settings.get("data_memory") or getattr(known, "data_memory", None)
+    made = Dataset.of(data, **{name: settings.get(name) or getattr(known, name, None) for name in COLUMNS}, memory=memory)
+    chosen = settings.get("partition") is not None or "partition" in getattr(config, "model_fields_set", ())
+    if made.users is not None and parts is None and not chosen:
+        settings["partition"] = "user"
+    return made
+
+
+def given(data: Dataset | None, model: nn.Module | None, parts: Any) -> dict[str, Any]:
     """What the configuration has to say about things that are no settings."""
     known: dict[str, Any] = {}
     if data is not None:
-        if not isinstance(data, Dataset):
-            raise SettingError("data", type(data).__name__, "give fedagg.Dataset(x_train, y_train, x_test, y_test)")
         known["dataset"] = data.name if data.untouched else "custom"
     if model is not None:
         if not isinstance(model, nn.Module):
@@ -46,10 +62,26 @@ def given(data: Dataset | None, model: nn.Module | None, parts: Sequence[Any] | 
                 raise SettingError("model", type(model).__name__, words)
         known["model"] = "custom"
     if parts is not None:
-        if not isinstance(parts, Sequence | np.ndarray | Tensor) or len(parts) == 0:
-            raise SettingError("parts", type(parts).__name__, "give a list with the samples of every client, at least one")
-        known |= {"partition": "custom", "clients": len(parts)}
+        owners = ids(parts)
+        if owners is None and (not isinstance(parts, Sequence | Mapping | np.ndarray | Tensor) or len(parts) == 0):
+            words = "give a list or dictionary with the samples of every client, at least one, or the user of every sample"
+            raise SettingError("parts", type(parts).__name__, words)
+        known |= {"partition": "custom", "clients": len(parts) if owners is None else len(np.unique(owners))}
     return known
+
+
+def ids(parts: Any) -> np.ndarray[Any, Any] | None:
+    """The user of every sample, if that is what parts are: a row of numbers or words."""
+    of_each = isinstance(parts, list | tuple) and not all(isinstance(one, str | int | np.integer) for one in parts[:1])
+    if isinstance(parts, Mapping | str) or of_each:
+        return None
+    try:
+        row = np.asarray(parts)
+    except (ValueError, RuntimeError, TypeError):  # ragged, on another device, part of a graph
+        return None
+    if row.dtype == object and row.ndim == 1 and all(isinstance(one, str) for one in row):
+        row = row.astype(str)
+    return row if row.ndim == 1 and len(row) > 0 and row.dtype.kind in "iuUS" else None
 
 
 def own(model: nn.Module) -> nn.Module:
@@ -139,10 +171,15 @@ def followers(callbacks: Any) -> None:
             raise SettingError("callbacks", getattr(callback, "__name__", type(callback).__name__), words)
 
 
-def indices(parts: Sequence[Any], data: Dataset) -> Sequence[Any]:
-    """Indices of every client's samples; masks are taken for what they mark."""
+def indices(parts: Any, data: Dataset) -> Sequence[Any]:
+    """Indices of every client's samples; masks are taken for what they mark, and the users of samples for their owners."""
+    if (owners := ids(parts)) is not None:
+        if len(owners) != len(data):
+            words = f"give the user of each of the {len(data)} training samples, or a list with the samples of every client"
+            raise SettingError("parts", f"{len(owners)} users", words)
+        return partition.by_user(owners)
     checked = []
-    for client, part in enumerate(parts):
+    for client, part in parts.items() if isinstance(parts, Mapping) else enumerate(parts):
         try:
             rows = np.asarray(part)
         except (ValueError, RuntimeError, TypeError):  # ragged, on another device, part of a graph
@@ -168,7 +205,24 @@ def images(augment: str, data: Dataset) -> None:
         raise SettingError("augment", augment, words)
 
 
-def try_out(config: Config, module: nn.Module, loss: Loss, data: Dataset, parts: Sequence[Any], device: torch.device) -> None:
+def fits(config: Config, algorithm: Algorithm, task: Task) -> None:
+    """Can the method learn this task, and can clients be told apart in it?"""
+    if task.name == CLASSIFICATION.name:
+        return
+    if algorithm.labels:
+        raise SettingError("algorithm", config.method, f"looks at class labels, and the task is {task.name}; choose another method")
+    asked = [f"--{name.replace('_', '-')}" for name in ("per_client", "personal") if getattr(config, name)]
+    asked += [config.method] if type(algorithm).personalised is not Algorithm.personalised else []
+    if asked and not config.client_test:
+        words = (
+            f"{asked[0]} tests on samples like a client's own, which labels tell, and {task.name} has none; give a share, as 0.2"
+        )
+        raise SettingError("client_test", config.client_test, words)
+
+
+def try_out(
+    config: Config, module: nn.Module, loss: Loss, task: Task, data: Dataset, parts: Sequence[Any], device: torch.device
+) -> None:
     """The first mini-batch of all: what does not fit together is said here, in one line, and not by whoever meets it first."""
 
     def wrong(words: str, error: Exception | None = None) -> SettingError:
@@ -193,18 +247,20 @@ def try_out(config: Config, module: nn.Module, loss: Loss, data: Dataset, parts:
         except Exception as error:  # whatever layers say to what they cannot take
             words = f"does not take samples of shape {tuple(data.shape)} in {str(x.dtype)[6:]}{hint(module, data)}"
             raise wrong(words, error) from None
-        if not rows(output, len(x)):
+        if words := misfit(output, y, task, data):
             form = tuple(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__}"
-            raise wrong(f"must put out a row of numbers a sample, a number a class, and put out {form} for {len(x)} samples")
-        if loss is cross_entropy and output.shape[1] < data.classes:
+            raise wrong(f"must put out {words}, and put out {form} for {len(x)} samples")
+        if loss is task.loss and data.task in ("classification", "tokens") and output.shape[-1] < data.classes:
             unused = not bool((data.y_train == 0).any() | (data.y_test == 0).any())
             advice = "; no label is 0: count from 0, with y - 1" if unused else ""
-            words = f"puts out {output.shape[1]} numbers a sample; labels from 0 to {data.classes - 1} need {data.classes}{advice}"
+            each = "a sample" if data.task == "classification" else "a token"
+            words = f"puts out {output.shape[-1]} numbers {each}; labels from 0 to {data.classes - 1} need {data.classes}{advice}"
             raise wrong(words)
         check_loss(loss, output, y)
+        check_metric(task, output.detach(), y)
         try:  # one alone: batch normalisation has nothing to take the deviation of, and `squeeze` takes the batch away
             alone = probe(x[:1])
-            taken = rows(alone, 1) and loss(alone, y[:1]).shape == (1,)
+            taken = not misfit(alone, y[:1], task, data) and loss(alone, y[:1]).shape == (1,)
         except Exception:
             taken = False
         for client, part in enumerate(parts if not taken else ()):
@@ -218,21 +274,29 @@ def try_out(config: Config, module: nn.Module, loss: Loss, data: Dataset, parts:
         try:
             with torch.no_grad():
                 output = probe.eval()(x)
-                taken = rows(output, len(x)) and loss(output, y).shape == (len(x),)
+                taken = not misfit(output, y, task, data) and loss(output, y).shape == (len(x),)
         except Exception as error:
             raise wrong("does not take test samples in evaluation mode", error) from None
         if not taken:
             raise wrong(f"must put out a row of numbers a sample in evaluation mode too, also for {len(x)}")
 
 
-def rows(output: object, count: int) -> bool:
-    """Is this a row of numbers for each of so many samples?"""
-    return isinstance(output, Tensor) and output.dim() == 2 and len(output) == count
+def misfit(output: object, y: Tensor, task: Task, data: Dataset) -> str:
+    """What the output should be, where it does not fit the targets; nothing where it does."""
+    shape = tuple(output.shape) if isinstance(output, Tensor) else None
+    if task.name == "tokens":
+        wanted = tuple(y.shape)
+        return "" if shape is not None and shape[:-1] == wanted else f"a number a class for every token, {(*wanted, data.classes)}"
+    if task.name == "classification":
+        return "" if shape is not None and len(shape) == 2 and shape[0] == len(y) else "a row of numbers a sample, a number a class"
+    fits = shape is not None and shape[:1] == (len(y),) and (shape == tuple(y.shape) or shape[1:] == (data.classes,))
+    return "" if fits else f"{data.classes} numbers a sample, one for each target"
 
 
 def extremes(data: Dataset) -> Tensor:
     """The samples with the smallest and the largest of all tokens: an embedding may have too few rows for them."""
-    sets_of = [(x, x.flatten(1)) for x in (data.x_train, data.x_test)]
+    some = data.x_train if isinstance(data.x_train, Tensor) else data.x_train[:1000]  # the rest stays on the disk
+    sets_of = [(x, x.flatten(1)) for x in (some, data.x_test)]
     return torch.stack([x[at] for x, flat in sets_of for at in (flat.amin(1).argmin(), flat.amax(1).argmax())])
 
 
@@ -260,6 +324,21 @@ def check_loss(loss: Loss, output: Tensor, y: Tensor) -> None:
         raise SettingError("loss", name_of(loss), words)
     if not losses.requires_grad:
         raise SettingError("loss", name_of(loss), "has no gradient: neither it nor the model may detach what it puts out")
+
+
+def check_metric(task: Task, output: Tensor, y: Tensor) -> None:
+    for metric in task.metrics:
+        try:
+            tally = metric.tally(output, y)
+            good = tally.dim() == 2 and len(tally) == len(y) and isinstance(metric.score(tally.double().sum(0).cpu()), float)
+        except SettingError:
+            raise
+        except Exception as error:  # whatever a function of the user's says to what it cannot take
+            raise SettingError("metric", metric.key, f"does not take the model's output: {first_line(error)}") from None
+        if not good:
+            raise SettingError(
+                "metric", metric.key, "tally must give numbers for every sample, (B, k), and score a float of their sums"
+            )
 
 
 def name_of(loss: Loss) -> str:

@@ -1,17 +1,27 @@
-"""Loss and accuracy of the global model on the whole test set."""
+"""Loss and metrics of the global model on the whole test set, and of every client by itself."""
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from fedagg import seeding
 from fedagg.engines.base import Setting
 from fedagg.engines.batched import activations
 from fedagg.errors import FedaggError
 from fedagg.flat import Model, Workspace
+from fedagg.measure import Measure
+from fedagg.tasks import CLASSIFICATION, Task
 
 BATCH = {"cpu": 500, "cuda": 10_000}
 ROOM = 4 << 30  # bytes that the layers' outputs of one batch may take on a GPU
+WORST = 0.1  # of the clients, whose mean is reported beside that of all
 
 
 def batch_size(setting: Setting) -> int:
@@ -28,43 +38,132 @@ def parted(rows: Tensor, size: int) -> list[Tensor]:
 
 
 class Evaluator:
-    def __init__(self, setting: Setting, x: Tensor, y: Tensor) -> None:
-        self.setting = setting
+    """Samples, and how the task judges a model on them."""
+
+    def __init__(self, setting: Setting, x: Tensor, y: Tensor, task: Task = CLASSIFICATION) -> None:
+        self.setting, self.task = setting, task
         self.space = Workspace(setting.module, setting.layout, setting.device)
         self.x, self.y = x.to(setting.device), y.to(setting.device)
         self.batch = batch_size(setting)
         self.careful = True  # give the module copies: until it is known that it leaves what it is given alone
 
     @torch.no_grad()
-    def samples(self, model: Model) -> tuple[Tensor, Tensor]:
-        """Loss and hit of every test sample."""
+    def samples(self, model: Model) -> tuple[Tensor, list[Tensor]]:
+        """The loss of every sample, (N,), and for each of the task's metrics the numbers of every sample, (k, N)."""
         self.space.load(model)
         self.space.module.eval()
-        losses, hits, wrote = [], [], False
+        losses, wrote = [], False
+        tallies: list[list[Tensor]] = [[] for _ in self.task.metrics]
         for x, y in zip(parted(self.x, self.batch), parted(self.y, self.batch), strict=True):
             given = (x.clone(), y.clone()) if self.careful else (x, y)
             before = [part._version for part in given]
             output = self.space.module(given[0])
             losses.append(self.setting.loss(output, given[1]))
-            hits.append(output.argmax(-1) == y)
+            for metric, found in zip(self.task.metrics, tallies, strict=True):
+                found.append(metric.tally(output, y).double().T)
             wrote |= before != [part._version for part in given]
         if wrote and not self.careful:
             raise FedaggError("model: it wrote to the test samples, and did not when it first saw them; give it x.clone()")
         self.careful = wrote
-        return torch.cat(losses), torch.cat(hits)
+        return torch.cat(losses), [torch.cat(found, 1) for found in tallies]
 
-    def __call__(self, model: Model) -> tuple[float, float]:
-        """Mean loss and accuracy; one transfer from the device."""
-        losses, hits = self.samples(model)
-        loss, accuracy = torch.stack([losses.double().mean(), hits.double().mean()]).tolist()
-        return loss, accuracy
+    def __call__(self, model: Model) -> dict[str, float]:
+        """Mean loss and every metric by its key; one transfer from the device."""
+        return self.figures(*self.samples(model))
 
-    def personal(self, model: Model, own: Tensor) -> float:
-        """Accuracy on the test set re-weighted to the label distribution of a client's own samples; not a number where the test set
-        has none of its labels."""
-        _, hits = self.samples(model)
-        classes = self.setting.classes
-        wanted = torch.bincount(self.setting.y[own.to(self.y.device)], minlength=classes).double()
-        present = torch.bincount(self.y, minlength=classes).double()
-        weights = (wanted / present.clamp_min(1))[self.y]
-        return float((weights * hits).sum() / weights.sum())
+    def figures(self, losses: Tensor, tallies: Sequence[Tensor]) -> dict[str, float]:
+        sums = torch.cat([losses.double().mean()[None], *(tally.sum(1) for tally in tallies)]).cpu()
+        loss, *each = sums.split([1, *(len(tally) for tally in tallies)])
+        scores = {metric.key: metric.score(part) for metric, part in zip(self.task.metrics, each, strict=True)}
+        return {"loss": float(loss), **scores}
+
+
+class ByClient(Protocol):
+    """How well a model does for each client, by the task's metric; not a number where a client has nothing to tell by."""
+
+    def scores(self, model: Model) -> list[float]: ...
+
+    def score(self, model: Model, client: int) -> float: ...
+
+
+class LikeItsOwn:
+    """Every client's share of the test set: weighted so that its labels are as frequent as in the client's own samples."""
+
+    def __init__(self, evaluator: Evaluator, parts: Sequence[Any]) -> None:
+        self.evaluator, self.parts = evaluator, parts
+
+    @functools.cached_property
+    def present(self) -> Tensor:
+        """Test samples of each class, (classes,)."""
+        return torch.bincount(self.evaluator.y, minlength=self.evaluator.setting.classes).double()
+
+    def weights(self, client: int) -> Tensor:
+        """What a test sample of each class weighs for a client, (classes,)."""
+        setting = self.evaluator.setting
+        own = torch.as_tensor(np.asarray(self.parts[client]), dtype=torch.int64).to(setting.device)
+        wanted = torch.bincount(setting.y[own], minlength=setting.classes).double()
+        return wanted / self.present.clamp_min(1)
+
+    def score(self, model: Model, client: int) -> float:
+        _, (tally, *_) = self.evaluator.samples(model)
+        weights = self.weights(client)[self.evaluator.y]
+        return self.evaluator.task.metric.score(torch.stack([(weights * row).sum() for row in tally]).cpu())
+
+    @functools.cached_property
+    def table(self) -> Tensor:
+        """The weights of all clients, (clients, classes)."""
+        return torch.stack([self.weights(client) for client in range(len(self.parts))])
+
+    def scores(self, model: Model) -> list[float]:
+        _, (tally, *_) = self.evaluator.samples(model)
+        chosen = torch.nn.functional.one_hot(self.evaluator.y, self.evaluator.setting.classes).double()
+        by_class = tally @ chosen  # a product, because on a GPU a scatter adds in any order
+        return [self.evaluator.task.metric.score(sums) for sums in (self.table @ by_class.T).cpu()]
+
+
+class Own:
+    """Samples of every client's own, on which it does not train."""
+
+    def __init__(self, setting: Setting, held: Sequence[Any], task: Task) -> None:
+        self.setting, self.held, self.task = setting, [torch.as_tensor(np.asarray(part), dtype=torch.int64) for part in held], task
+        every = torch.cat(self.held)
+        self.evaluator = Evaluator(setting, setting.x[every.to(setting.device)], setting.y[every.to(setting.device)], task)
+        self.sizes = [len(part) for part in self.held]
+
+    def score(self, model: Model, client: int) -> float:
+        if not self.sizes[client]:
+            return math.nan
+        at = self.held[client].to(self.setting.device)
+        _, (tally, *_) = Evaluator(self.setting, self.setting.x[at], self.setting.y[at], self.task).samples(model)
+        return self.task.metric.score(tally.sum(1).cpu())
+
+    def scores(self, model: Model) -> list[float]:
+        _, (tally, *_) = self.evaluator.samples(model)
+        parts = zip(self.sizes, tally.cpu().split(self.sizes, 1), strict=True)
+        return [self.task.metric.score(part.sum(1)) if size else math.nan for size, part in parts]
+
+
+def held_out(parts: Sequence[Any], share: float, seed: int) -> tuple[list[Any], list[Any]]:
+    """Every client's samples to train on and to test on, both sorted. A client of one sample trains on it; any other has at least
+    one of both."""
+    train, test = [], []
+    for client, part in enumerate(parts):
+        rows = np.asarray(part)
+        count = min(max(1, round(share * len(rows))), len(rows) - 1)
+        order = seeding.numpy_generator(seed, "client_test", client).permutation(len(rows))
+        test.append(np.sort(rows[order[:count]]))
+        train.append(np.sort(rows[order[count:]]))
+    return train, test
+
+
+def spread(scores: Iterable[float], measure: Measure) -> dict[str, float]:
+    """Over the clients that can be scored: the mean, that of the worst tenth of them, and the standard deviation."""
+    known = sorted((score for score in scores if math.isfinite(score)), key=measure.better)
+    if not known:
+        return {}
+    worst = known[: math.ceil(WORST * len(known))]
+    return {
+        "client_mean": float(np.mean(known)),
+        "client_worst": float(np.mean(worst)),
+        "client_spread": float(np.std(known)),
+    }

@@ -17,25 +17,28 @@ import torch
 from torch import Tensor, nn
 
 import fedagg
-from fedagg import algorithms, checkpoint, checks, engines, interrupt, models, partition, record, seeding, stopping
+from fedagg import algorithms, checkpoint, checks, engines, evaluate, interrupt, models, partition, record, seeding, stopping, tasks
 from fedagg import progress as bar
 from fedagg.aggregate import FAR
 from fedagg.checkpoint import Checkpoint
 from fedagg.clients import Clients
 from fedagg.config import Config
-from fedagg.data import Dataset, load
+from fedagg.data import Dataset, is_path, load
+from fedagg.data.mapped import READING
 from fedagg.engines.base import Setting, set_precision
 from fedagg.engines.distributed import Team
 from fedagg.errors import FedaggError, FedaggWarning, SettingError
-from fedagg.evaluate import Evaluator
+from fedagg.evaluate import ByClient, Evaluator
 from fedagg.faults import Faults
 from fedagg.flat import Layout, Model, copied
 from fedagg.inputs import Inputs
+from fedagg.measure import CLIENTS, Measure
 from fedagg.memory import ClientMemory
 from fedagg.result import Result, scores
 from fedagg.server import Server
 from fedagg.surroundings import as_usual
-from fedagg.work import Loss, cross_entropy
+from fedagg.tasks import Metric, Task
+from fedagg.work import Loss, Work
 
 CHECKPOINT_SECONDS = 45.0
 CHECKPOINT_SHARE = 0.05  # of a run's time may go into checkpoints that nobody asked for by number
@@ -48,8 +51,9 @@ R = TypeVar("R")
 
 class Callback(Protocol):
     """Watches a run: progress displays, trackers. Methods that are missing are not called; `round_done` stops the run after this
-    round by returning True. One that also has `resumed(history)` is given the rounds that a resumed run has done already, and ends
-    it there by returning True; an attribute `reason` says why."""
+    round by returning True. One that has a method `judged(measure)` is told first which figure the run is judged by. One that also
+    has `resumed(history)` is given the rounds that a resumed run has done already, and ends it there by returning True. An
+    attribute `reason` says why a callback ended a run."""
 
     def started(self, config: Config, done: int) -> None: ...
 
@@ -92,10 +96,11 @@ def run(
     config: Config | None = None,
     *,
     algorithm: algorithms.Algorithm | str | None = None,
-    data: Dataset | None = None,
+    data: Any = None,
     model: nn.Module | str | None = None,
-    parts: Sequence[Any] | None = None,
-    loss: Loss = cross_entropy,
+    parts: Any = None,
+    loss: Loss | None = None,
+    metric: Metric | str | Callable[[Tensor, Tensor], Tensor] | None = None,
     preset: str | None = None,
     out: str | Path | None = None,
     resume: str | Path | None = None,
@@ -110,10 +115,12 @@ def run(
         config: a complete configuration, which `settings` change; else `settings` and `preset` make one. Keyword names are the
             command line's options, those of the method among them.
         algorithm: a method's name, or your own object.
-        data: your own data in place of a named set.
+        data: your own data in place of a named set: a Dataset, or anything that `Dataset.of` takes.
         model: a name, or your own module.
-        parts: your own partition, an array of indices (or a mask) per client.
-        loss: per-sample loss of (output, target), (B,); cross-entropy by default.
+        parts: your own partition: indices (or a mask) per client, in a list or a dictionary, or the user of every training sample.
+        loss: per-sample loss of (output, target), (B,); by default the task's, as cross-entropy for class labels.
+        metric: what the run is judged by: one of the task's by name, a `fedagg.tasks.Metric`, or a function of (output, target)
+            that gives a score per sample, (B,), of which the mean is reported.
         out: the run folder; without one nothing is written.
         resume: a run folder to go on with. Its settings are taken from there; those given here may change what `--resume` may.
         callbacks: watch the run; one whose `round_done` returns True stops it.
@@ -125,19 +132,23 @@ def run(
     out, resume = checks.path("out", out), checks.path("resume", resume)
     if isinstance(model, str):
         settings["model"], model = model, None
+    if isinstance(metric, str):
+        settings["metric"], metric = metric, None
     checks.followers(callbacks)
+    data = checks.samples(data, parts, config, settings)
     method = checks.method(algorithm, settings)
     given = checks.given(data, model, parts)
     if resume is not None and config is None and preset is None:
         config = checks.recorded(resume, given, method)
     config = checks.agreed(config, given, preset, settings, method)
     rules = stopping.rules(config)
-    simulation = Simulation(config, method, data, model, parts, loss, wrap)
-    server = simulation.server
+    simulation = Simulation(config, method, data, model, parts, loss, wrap, metric)
+    config, server = simulation.config, simulation.server
     with simulation.record(out, resume) as book, bar.shown(progress, config.method) as bars:
         watching = () if simulation.follows else (*rules, *callbacks, *bars)
         keeper = Keeper(simulation, book)
         try:
+            tell(watching, "judged", simulation.task.metric)
             tell(watching, "started", config, keeper.done)
             keeper.stopped = tell(watching, "resumed", book.history) if keeper.done else None
         except BaseException:
@@ -153,7 +164,7 @@ def run(
                 server.settle(t)
                 row = describe(t, clients, server.algorithm, unchanged=not changed)
                 if server.due(t) and not simulation.follows:
-                    row["loss"], row["accuracy"] = simulation.evaluator(server.shown)
+                    row |= simulation.evaluate(server.shown)
                 row["seconds"] = round(time.perf_counter() - clock, 6)
                 keeper.book_round(row, clients)
                 keeper.stopped = tell(watching, "round_done", row)
@@ -181,21 +192,27 @@ class Simulation:
         data: Dataset | None,
         model: nn.Module | None,
         parts: Sequence[Any] | None,
-        loss: Loss,
+        loss: Loss | None,
         wrap: Callable[[engines.Engine], engines.Engine] | None,
+        metric: Metric | Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
-        self.config, self.device = config, pick_device(config.device)
+        self.device = pick_device(config.device)
         set_precision(config.precision)
         if config.threads:
             torch.set_num_threads(config.threads)
-        given = data or load(config.dataset, config.data_dir)
-        self.data, self.loss = seen_data(config, given, parts), loss
+        given = (data or chosen_data(config)).of_task(config.task)
+        self.task = tasks.find(given.task).judged_by(config.metric if metric is None else metric)
+        self.loss = loss = self.task.loss if loss is None else loss
+        self.data = seen_data(config, given, parts)
         self.inputs = Inputs.of(self.data)
+        self.config = config = counted(config, self.data)
         parts = checks.indices(parts, self.data) if parts is not None else deal(config, self.data)
+        parts, held = evaluate.held_out(parts, config.client_test, config.seed) if config.client_test else (parts, None)
         self.module = checks.own(model) if model is not None else build_model(config, self.data)
-        checks.try_out(config, self.module, loss, self.data, parts, self.device)
+        checks.try_out(config, self.module, loss, self.task, self.data, parts, self.device)
         self.finished = copied(self.module)  # the trained weights go into this one
         algorithm = algorithms.build(config.method if method is None else method, config.flat())
+        checks.fits(config, algorithm, self.task)
         self.server = Server(config, algorithm, self.module, self.device)
         setting = Setting(
             self.module, self.data.x_train, self.data.y_train, self.data.classes, self.server.options, self.device, loss
@@ -205,7 +222,10 @@ class Simulation:
         if self.team is not None and config.robust != "mean":
             raise SettingError("robust", config.robust, "looks at all clients together: choose an engine other than distributed")
         self.engine = engine if wrap is None else wrap(engine)
-        self.evaluator = Evaluator(setting, self.data.x_test, self.data.y_test)
+        self.evaluator = Evaluator(setting, self.data.x_test, self.data.y_test, self.task)
+        self.by_client: ByClient = (
+            evaluate.LikeItsOwn(self.evaluator, parts) if held is None else evaluate.Own(setting, held, self.task)
+        )
         self.memory = client_memory(config, len(parts), self.server) if self.server.algorithm.remembers else None
         who = functools.partial(range, config.clients)
         faults = faults_of(config)
@@ -215,7 +235,7 @@ class Simulation:
                 Clients, engine=self.engine, samples=Samples(parts), memory=self.memory, faults=faults, team=self.team
             ),
         )
-        self.given, self.identity = given.name, fingerprint(config, given, parts, self.module, loss)
+        self.given, self.identity = given.name, fingerprint(config, given, parts, self.module, loss, self.task)
 
     @property
     def follows(self) -> bool:
@@ -226,10 +246,19 @@ class Simulation:
         """Does the run stop? In a distributed one the first process says so to all."""
         return stop if self.team is None else bool(self.team.most(torch.tensor([float(stop)])))
 
+    def evaluate(self, model: Model) -> dict[str, float]:
+        """Loss and metrics on the test set, and how clients fare, where that is asked for."""
+        figures = self.evaluator(model)
+        if self.config.per_client or self.config.client_test:
+            figures |= evaluate.spread(self.by_client.scores(model), self.task.metric)
+        return figures
+
     def record(self, out: str | Path | None, resume: str | Path | None) -> record.Record:
         """The run folder: a new one, one to go on with, or none."""
         environment = record.environment(self.device, self.engine.note, fedagg.__version__)
         environment |= {"data": self.given, "given": self.identity, "inputs": self.inputs.facts()}
+        if self.task is not tasks.CLASSIFICATION:
+            environment["metric"] = self.task.metric.facts()
         if resume is not None and not self.follows:
             return record.Record.resume(Path(resume), self.config, self.identity, environment)
         book = record.Record(Path(out) if out is not None and not self.follows else None, self.config, environment)
@@ -237,17 +266,19 @@ class Simulation:
             book.resumed = checkpoint.latest(Path(resume) / "checkpoints")
         return book
 
-    def personal_accuracy(self) -> float | None:
-        """For methods that are judged by it: the mean over some clients of the accuracy after fitting the model to each, weighted
-        by the client's own labels. A client whose labels are none of the test set's cannot be scored, and is left out."""
+    def personal(self) -> float | None:
+        """Where it is asked for, or the method is judged by it: the mean over some clients of the metric after fitting the model to
+        each, on its own test samples or a test set weighted by its labels. A client that has neither is left out."""
         server, clients = self.server, self.server.clients(self.config.rounds)
         work = server.algorithm.personalised(clients)
+        if work is None and self.config.personal:
+            work = Work(rate=clients.constant(self.config.lr))
         if work is None:
             return None
         scores = torch.zeros(2, dtype=torch.float64)  # sum and count
         for chunk in self.engine.run(server.model, work, clients.jobs(), None):
             for job, delta, buffers in zip(chunk.jobs, chunk.delta, chunk.buffers, strict=True):
-                score = self.evaluator.personal(Model(server.model.w + delta, buffers), job.samples)
+                score = self.by_client.score(Model(server.model.w + delta, buffers), job.client)
                 if not math.isnan(score):
                     scores += torch.tensor([score, 1.0])
         total, count = (scores if self.team is None else self.team.sum(scores)).tolist()
@@ -311,26 +342,30 @@ class Keeper:
             self.save()
         module = server.layout.unpack(server.shown.to(torch.device("cpu")), simulation.finished)
         self.book.model(module, simulation.inputs.scale())
-        scored = [row for row in history if "accuracy" in row]
+        metric = simulation.task.metric
+        scored = [row for row in history if metric.key in row]
         warn_about(history, scored)
         left_out = self.book.unheard()
         asked = simulation.config.corrupt_rate or simulation.config.flip_rate
         if not asked and not all(row.get("unchanged") for row in history):
             tell_left_out(left_out, len(history))
-        personal = None if self.interrupted else simulation.personal_accuracy()
+        personal = None if self.interrupted else simulation.personal()
+        figures = {key: scored[-1][key] for key in CLIENTS.values() if scored and key in scored[-1]}
         result = Result(
             simulation.config,
             history,
             module,
-            *scores(history),
+            *scores(history, metric),
             seconds=seconds,
             run=self.book.folder,
             interrupted=self.interrupted,
             stopped=None if self.interrupted or self.done == simulation.config.rounds else self.stopped,
             left_out=left_out,
-            figures={} if personal is None else {"personal_accuracy": personal},
+            figures=figures if personal is None else figures | {f"personal_{metric.key}": personal},
+            metric=Measure(**metric.facts()),
             inputs=simulation.inputs,
             criterion=simulation.loss,
+            task=simulation.task,
         )
         self.book.result(result.summary())
         return result
@@ -353,6 +388,18 @@ def tell_left_out(left_out: dict[str, dict[str, int]], rounds: int) -> None:
         more = f" and {len(who) - 5} more" if len(who) > 5 else ""
         fix = "; outliers = keep lets them count" if why == FAR else ""
         warnings.warn(f"left out ({why}) of {rounds} rounds: client {named}{more}{fix}", FedaggWarning, stacklevel=4)
+
+
+def chosen_data(config: Config, download: bool = True) -> Dataset:
+    """The data set that the settings name."""
+    return load(config.dataset, config.data_dir, download, config.target, config.user, config.task, config.data_memory)
+
+
+def counted(config: Config, data: Dataset) -> Config:
+    """The same with a client for every user of the data, where it is split by them and the number of clients was left open."""
+    if config.partition != "user" or "clients" in config.model_fields_set:
+        return config
+    return config.model_copy(update={"clients": 1 if data.users is None else len(np.unique(data.users))})
 
 
 def seen_data(config: Config, data: Dataset, parts: Sequence[Any] | None) -> Dataset:
@@ -413,6 +460,18 @@ def pick_device(name: str) -> torch.device:
 def deal(config: Config, data: Dataset) -> Sequence[Any]:
     if config.partition == "custom":
         raise SettingError("partition", "custom", "give your own partition from Python as parts=[...]")
+    if config.partition == "user":
+        if data.users is None:
+            words = "the data do not say whose each sample is; name the column with user, or give fedagg.Dataset(..., users=...)"
+            raise SettingError("partition", "user", words)
+        return partition.by_user(data.users, config.clients)
+    if config.partition == "feature" and not isinstance(data.x_train, Tensor):
+        raise SettingError(
+            "partition", "feature", "sorts all samples, and these stay on the disk; choose another, or raise data_memory"
+        )
+    if data.task != "classification" and config.partition in partition.BY_LABEL:
+        words = f"deals samples by class labels, and the task is {data.task}; choose one of {', '.join(partition.FOR_ALL)}"
+        raise SettingError("partition", config.partition, words)
     return partition.partition(
         config.partition,
         data.y_train.numpy(),
@@ -420,6 +479,9 @@ def deal(config: Config, data: Dataset) -> Sequence[Any]:
         config.seed,
         sigma=config.sigma,
         per_client=config.shards,
+        deviation=config.deviation,
+        column=config.column,
+        x=data.x_train.numpy() if isinstance(data.x_train, Tensor) else None,
     )
 
 
@@ -479,7 +541,7 @@ def describe_clients(t: int, clients: Clients) -> dict[str, Any]:
     return row
 
 
-def fingerprint(config: Config, data: Dataset, parts: Sequence[Any], module: nn.Module, loss: Loss) -> dict[str, str]:
+def fingerprint(config: Config, data: Dataset, parts: Sequence[Any], module: nn.Module, loss: Loss, task: Task) -> dict[str, str]:
     """What the configuration does not say: the model's form, and what was given from Python."""
 
     def digest(pieces: Iterable[Any]) -> str:
@@ -492,9 +554,14 @@ def fingerprint(config: Config, data: Dataset, parts: Sequence[Any], module: nn.
     form: list[Any] = [layout.parameters, [(name, shape) for name, shape, _ in layout.buffers]]
     form += [p.detach().cpu().numpy() for p in module.parameters() if not p.requires_grad]  # a checkpoint does not hold these
     known = {"model": digest(form if config.model != "custom" else [*form, repr(module)]), "loss": checks.name_of(loss)}
-    # Of a named set all labels and some samples: there is no need to look at hundreds of megabytes at every start.
-    every = [1 if config.dataset == "custom" else -(-len(x) // LOOKED_AT) for x in (data.x_train, data.x_test)]
-    samples = [x[::step].numpy() for x, step in zip((data.x_train, data.x_test), every, strict=True)]
+    known |= {} if task is tasks.CLASSIFICATION else {"metric": task.metric.key}
+    # Of a named set, and of what stays on the disk, all labels and some samples: no need to look at everything at every start.
+    own = config.dataset == "custom" or is_path(config.dataset)
+
+    def looked_at(x: Any) -> int:
+        return (len(x) if own else LOOKED_AT) if isinstance(x, Tensor) else int(min(LOOKED_AT, x.room(READING)))
+
+    samples = [x[:: -(-len(x) // looked_at(x))].numpy() for x in (data.x_train, data.x_test)]
     known["data"] = digest([data.shape, *samples, data.y_train.numpy(), data.y_test.numpy()])
     if config.partition == "custom":
         known["parts"] = digest(piece for part in parts for piece in (len(part), np.asarray(part, dtype=np.int64)))

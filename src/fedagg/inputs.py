@@ -16,7 +16,8 @@ class Inputs:
 
     Attributes:
         shape: of one sample.
-        classes: how many there are.
+        classes: how many there are, or how many numbers the network puts out.
+        task: what is learnt, e.g. `classification`.
         tokens: are samples whole numbers, such as token ids?
         mean: what was subtracted from samples, where the run standardised them.
         std: what they were divided by then.
@@ -27,12 +28,13 @@ class Inputs:
     tokens: bool = False
     mean: Tensor | None = None
     std: Tensor | None = None
+    task: str = "classification"
 
     @classmethod
     def of(cls, seen: Dataset) -> Inputs:
         """From the data as clients see them."""
         mean, std = seen.scale if seen.scale is not None else (None, None)
-        return cls(seen.shape, seen.classes, not seen.x_train.is_floating_point(), mean, std)
+        return cls(seen.shape, seen.classes, not seen.x_train.dtype.is_floating_point, mean, std, seen.task)
 
     def scale(self) -> dict[str, Tensor]:
         """The numbers of the standardisation, for a file of their own."""
@@ -44,7 +46,7 @@ class Inputs:
 
     def facts(self) -> dict[str, Any]:
         """For the record: all but the numbers of the standardisation."""
-        return {"shape": list(self.shape), "classes": self.classes, "tokens": self.tokens}
+        return {"shape": list(self.shape), "classes": self.classes, "tokens": self.tokens, "task": self.task}
 
 
 class Standardised(nn.Module):

@@ -11,15 +11,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fedagg import checks, data, models, plugins, runs
+from fedagg import checks, models, plugins, runs, tasks
 from fedagg.config import Config
 from fedagg.errors import FedaggError, SettingError
-from fedagg.federation import build_model
+from fedagg.federation import build_model, chosen_data
 from fedagg.inputs import Inputs
 from fedagg.record import SCALE
 from fedagg.result import Result, scores
 from fedagg.runs import Run
-from fedagg.work import Loss, cross_entropy
+from fedagg.work import Loss
 
 
 def load(run: str | Path, *, model: nn.Module | None = None, loss: Loss | None = None) -> Result:
@@ -40,20 +40,25 @@ def load(run: str | Path, *, model: nn.Module | None = None, loss: Loss | None =
     module = trained(checks.own(model) if model is not None else rebuilt(kept.config, inputs, folder), folder / "model.safetensors")
     history = [{name: math.nan if value is None else value for name, value in row.items()} for row in kept.history]
     facts = kept.result
+    task = tasks.find(inputs.task if inputs is not None else kept.config.task or "classification")
+    if kept.config.metric is not None:
+        task = task.judged_by(kept.config.metric)
     given: Any = kept.environment.get("given")
     name = given.get("loss") if isinstance(given, dict) else None  # a federation's server does not say
     result = Result(
         kept.config,
         history,
         module,
-        *scores(history),
+        *scores(history, kept.metric),
         seconds=float(facts.get("seconds") or sum(row.get("seconds", 0.0) for row in history)),
         run=folder,
         interrupted=bool(facts.get("interrupted", False)),
         stopped=facts.get("stopped"),
         left_out=facts.get("left_out", {}),
+        metric=kept.metric,
         inputs=inputs,
-        criterion=loss or (cross_entropy if name in (None, checks.name_of(cross_entropy)) else None),
+        criterion=loss or (task.loss if name in (None, checks.name_of(task.loss)) else None),
+        task=task,
     )
     result.figures = {key: value for key, value in facts.items() if key not in result.summary() and isinstance(value, int | float)}
     return result
@@ -63,7 +68,9 @@ def inputs_of(run: Run) -> Inputs | None:
     """What the folder says of the samples; earlier versions, and servers of federations, say nothing."""
     facts: Any = run.environment.get("inputs")
     try:
-        found = Inputs(tuple(map(int, facts["shape"])), int(facts["classes"]), bool(facts["tokens"]), **scale_of(run))
+        found = Inputs(
+            tuple(map(int, facts["shape"])), int(facts["classes"]), bool(facts["tokens"]), **scale_of(run), task=str(facts["task"])
+        )
     except (KeyError, TypeError, ValueError):
         return None
     return found
@@ -87,7 +94,7 @@ def rebuilt(config: Config, inputs: Inputs | None, folder: Path) -> nn.Module:
         raise SettingError("run", str(folder), words)
     if not models.ARCHITECTURES.has(config.model):
         plugins.load(config.plugin)
-    return build_model(config, inputs or data.load(config.dataset, config.data_dir))
+    return build_model(config, inputs or chosen_data(config))
 
 
 def trained(module: nn.Module, path: Path) -> nn.Module:

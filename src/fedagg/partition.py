@@ -23,9 +23,11 @@ from fedagg.registry import Registry
 Indices = list[npt.NDArray[np.int64]]
 Labels = torch.Tensor | npt.NDArray[Any]
 
-_IID, _SHARDS, _BY_CLIENT, _BY_CLASS = 101, 102, 103, 104
+_IID, _SHARDS, _BY_CLIENT, _BY_CLASS, _QUANTITY, _FEATURE = 101, 102, 103, 104, 105, 106
 _TRIES = 100
-_NAMES = ("iid", "shards", "dirichlet", "dirichlet-class")
+BY_LABEL = ("shards", "dirichlet", "dirichlet-class")  # need one class label a sample
+FOR_ALL = ("iid", "quantity", "feature", "user")  # whatever the targets are
+_NAMES = ("iid", "shards", "dirichlet", "dirichlet-class", "quantity", "feature", "user")
 
 
 # Splits of others: functions of labels, number of clients and seed that return an array of indices per client.
@@ -38,15 +40,45 @@ def names() -> list[str]:
     return [*_NAMES, *REGISTRY]
 
 
-def partition(name: str, labels: Labels, clients: int, seed: int = 0, sigma: float = 0.5, per_client: int = 2) -> Indices:
-    """The split of that name; `sigma` is for the Dirichlet ones and `per_client` for shards."""
+def partition(
+    name: str,
+    labels: Labels,
+    clients: int,
+    seed: int = 0,
+    sigma: float = 0.5,
+    per_client: int = 2,
+    deviation: float = 1.0,
+    column: int = 0,
+    x: Labels | None = None,
+) -> Indices:
+    """The split of that name; `sigma` is for the Dirichlet ones, `per_client` for shards, `deviation` for quantity, `column` and
+    the samples `x` for feature."""
     if name == "iid":
         return iid(labels, clients, seed)
     if name == "shards":
         return shards(labels, clients, per_client, seed)
     if name in ("dirichlet", "dirichlet-class"):
         return dirichlet(labels, clients, sigma, seed, by="class" if name == "dirichlet-class" else "client")
-    return _own(name, _checked(labels, clients), clients, seed)
+    if name == "quantity":
+        return quantity(labels, clients, deviation, seed)
+    if name == "feature":
+        if x is None:
+            raise SettingError("partition", name, "sorts samples by a feature, and there are labels alone; choose another")
+        return feature(x, clients, column, seed)
+    if name == "user":
+        raise SettingError("partition", name, "goes by who owns the samples, not by labels; see by_user")
+    return _own(name, _counted(labels, clients), clients, seed)
+
+
+def by_user(users: npt.ArrayLike, clients: int | None = None) -> Indices:
+    """A client of each user, in the order of their ids; of the users with the most samples where fewer clients are asked for."""
+    ids, owners, sizes = np.unique(np.asarray(users), return_inverse=True, return_counts=True)
+    parts = _gather(np.arange(len(owners)), owners, len(ids))
+    if clients is None or clients == len(ids):
+        return parts
+    if clients > len(ids):
+        raise SettingError("clients", clients, f"the data have {len(ids)} users, and each is one client; give at most that many")
+    return [parts[user] for user in np.sort(np.argsort(-sizes, kind="stable")[:clients])]
 
 
 def _own(name: str, labels: npt.NDArray[Any], clients: int, seed: int) -> Indices:
@@ -67,7 +99,7 @@ def _own(name: str, labels: npt.NDArray[Any], clients: int, seed: int) -> Indice
 
 def iid(labels: Labels, clients: int, seed: int = 0) -> Indices:
     """A random split of everything, as even as can be."""
-    labels = _checked(labels, clients)
+    labels = _counted(labels, clients)
     order = _rng(_IID, seed).permutation(len(labels))
     return _gather(order, np.repeat(np.arange(clients), _even(len(labels), clients)), clients)
 
@@ -110,6 +142,35 @@ def dirichlet(labels: Labels, clients: int, sigma: float, seed: int = 0, by: str
         why = f"each of {_TRIES} draws left one of the {clients} clients without samples"
         raise SettingError("sigma", sigma, f"{why}; raise sigma, lower clients, or split by client")
     return _deal(classes, sizes, counts, rng)
+
+
+def quantity(samples: Labels, clients: int, deviation: float = 1.0, seed: int = 0) -> Indices:
+    """A random split with sizes from a log-normal distribution: `deviation` is that of their logarithm. Every client has at least
+    one sample, and all are dealt."""
+    count = len(_counted(samples, clients))
+    if isinstance(deviation, bool) or not isinstance(deviation, int | float | np.floating) or not 0 <= deviation < math.inf:
+        raise SettingError("deviation", deviation, "must be a number from 0 up")
+    rng = _rng(_QUANTITY, seed)
+    logs = deviation * rng.standard_normal(clients)
+    shares = np.exp(logs - logs.max())
+    exact = (count - clients) * shares / shares.sum()  # beyond the one that everybody has
+    sizes = np.floor(exact).astype(np.int64)
+    rest = np.argsort(sizes - exact, kind="stable")[
+        : count - clients - int(sizes.sum())
+    ]  # what rounding left, by largest remainder
+    sizes[rest] += 1
+    return _gather(rng.permutation(count), np.repeat(np.arange(clients), sizes + 1), clients)
+
+
+def feature(x: Labels, clients: int, column: int = 0, seed: int = 0) -> Indices:
+    """Sorted by one feature of the samples, flat, and cut into even parts, which clients get in random order."""
+    rows = _counted(x, clients)
+    rows = rows.reshape(len(rows), -1)
+    _whole("column", column, 0)
+    if column >= rows.shape[1]:
+        raise SettingError("column", column, f"samples have {rows.shape[1]} features, counted from 0")
+    owners = _rng(_FEATURE, seed).permutation(clients)
+    return _gather(np.argsort(rows[:, column], kind="stable"), np.repeat(owners, _even(len(rows), clients)), clients)
 
 
 def from_file(path: str | os.PathLike[str]) -> npt.NDArray[np.int64]:
@@ -211,9 +272,21 @@ def _whole(setting: str, value: object, least: int = 1) -> None:
 
 
 def _checked(labels: Labels, clients: int) -> npt.NDArray[Any]:
-    array = labels.detach().cpu().numpy() if isinstance(labels, torch.Tensor) else np.asarray(labels)
+    array = _array(labels)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise SettingError("labels", f"{array.dtype} {array.shape}", "must be one whole number per sample")
+    return _counted(array, clients)
+
+
+def _array(values: Labels) -> npt.NDArray[Any]:
+    return values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+
+
+def _counted(samples: Labels, clients: int) -> npt.NDArray[Any]:
+    """Something for every sample, whatever it is."""
+    array = _array(samples)
+    if array.ndim < 1:
+        raise SettingError("labels", f"{array.dtype} {array.shape}", "must be one per sample")
     _whole("clients", clients)
     if clients > len(array):
         raise SettingError("clients", clients, f"there are only {len(array)} samples; give at most that many clients")

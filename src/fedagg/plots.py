@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedagg.errors import need
+from fedagg.measure import ACCURACY, Measure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,26 +75,31 @@ def draw_line(axes: Axes, x: Sequence[float], y: Sequence[float], name: str, wid
     return line
 
 
-def accuracy_curves(histories: Mapping[str, Sequence[History]], path: Path, title: str, what: str) -> Path:
-    """Accuracy against rounds, one line a method, best at the end on top of the legend. Of several seeds, the mean and a band of
+def score_curves(histories: Mapping[str, Sequence[History]], path: Path, title: str, what: str, metric: Measure = ACCURACY) -> Path:
+    """A metric against rounds, one line a method, best at the end on top of the legend. Of several seeds, the mean and a band of
     one standard deviation, over the rounds that all of them have."""
     figure, ((axes,),) = canvas(1, 1, (7.5, 4.6))
     ends = []
     for index, (name, seeds) in enumerate(histories.items()):
-        scores = [{row["round"]: 100 * row["accuracy"] for row in history if "accuracy" in row} for history in seeds]
+        scores = [
+            {row["round"]: metric.scale * row[metric.key] for row in history if row.get(metric.key) is not None}
+            for history in seeds
+        ]
         rounds = [number for number in scores[0] if all(number in score for score in scores)]
         table = np.array([[score[number] for number in rounds] for score in scores], dtype=float)
         mean = table.mean(0).tolist()
         last = mean[-1] if mean else float("nan")
-        line = draw_line(axes, rounds, mean, f"{name}  {last:.2f} %", 2.6 if name == "fedagg" else 1.7, index)
+        line = draw_line(
+            axes, rounds, mean, f"{name}  {metric.shown(last / metric.scale)}", 2.6 if name == "fedagg" else 1.7, index
+        )
         if len(scores) > 1:
             spread = table.std(0, ddof=1)
             axes.fill_between(rounds, mean - spread, mean + spread, color=line.get_color(), alpha=0.18, linewidth=0)
         ends.append((last, line))
-    axes.set(xlabel="round", ylabel=f"{what} (%)")
+    axes.set(xlabel="round", ylabel=f"{what}{metric.unit}")
     axes.set_title(title, loc="left", fontsize=10)
     tidy(axes)
-    axes.legend(handles=[line for _, line in sorted(ends, key=lambda end: -end[0])], frameon=False)
+    axes.legend(handles=[line for _, line in sorted(ends, key=lambda end: -metric.better(end[0]))], frameon=False)
     return save(figure, path)
 
 
@@ -183,36 +189,37 @@ def over_grid(
     path: Path,
     title: str,
     what: str,
+    metric: Measure = ACCURACY,
 ) -> Path:
-    """Accuracy over a grid of one axis, as a line with deviations, or of two, as a heat map; the best point has a star. `at` has
+    """A metric over a grid of one axis, as a line with deviations, or of two, as a heat map; the best point has a star. `at` has
     mean and deviation of the points that were tried."""
     figure, ((each,),) = canvas(1, 1, (7.5, 4.6))
     (name, values), *second = ((name, in_order(values)) for name, values in axes.items())
     if second:
         ((other, others),) = second
-        table = np.array([[100 * at.get((x, y), (np.nan,))[0] for x in values] for y in others])
+        table = np.array([[metric.scale * at.get((x, y), (np.nan,))[0] for x in values] for y in others])
         image = each.imshow(table, aspect="auto", origin="lower", cmap="viridis")
         middle = (np.nanmin(table) + np.nanmax(table)) / 2
         for (row, column), value in np.ndenumerate(table):
             if np.isfinite(value):
                 star = " ★" if (values[column], others[row]) == best else ""
                 colour = "black" if value > middle else "white"
-                each.text(column, row, f"{value:.2f}{star}", ha="center", va="center", color=colour)
+                each.text(column, row, f"{metric.points(value / metric.scale)}{star}", ha="center", va="center", color=colour)
         each.set_xticks(range(len(values)), list(map(str, values)))
         each.set_yticks(range(len(others)), list(map(str, others)))
         each.set(xlabel=name, ylabel=other)
-        figure.colorbar(image, label=f"{what} (%)")
+        figure.colorbar(image, label=f"{what}{metric.unit}")
     else:
         numeric, tried = is_numeric(values), [value for value in values if (value,) in at]
         x = tried if numeric else list(map(str, tried))
-        means, spreads = (100 * np.array([at[(value,)][k] for value in tried]) for k in (0, 1))
+        means, spreads = (metric.scale * np.array([at[(value,)][k] for value in tried]) for k in (0, 1))
         each.errorbar(x, means, yerr=np.nan_to_num(spreads), marker="o", capsize=3, color=COLOURS[0])
-        each.plot([x[tried.index(best[0])]], [100 * at[best][0]], marker="*", markersize=16, color=COLOURS[1])
+        each.plot([x[tried.index(best[0])]], [metric.scale * at[best][0]], marker="*", markersize=16, color=COLOURS[1])
         if numeric and min(tried) > 0 and max(tried) >= 10 * min(tried):
             each.set_xscale("log")
             each.set_xticks(tried, list(map(str, tried)), minor=False)
             each.minorticks_off()
-        each.set(xlabel=name, ylabel=f"{what} (%)")
+        each.set(xlabel=name, ylabel=f"{what}{metric.unit}")
         tidy(each)
     each.set_title(title, loc="left", fontsize=10)
     return save(figure, path)

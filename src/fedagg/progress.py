@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from fedagg.measure import ACCURACY, Measure
+
 if TYPE_CHECKING:  # it takes seconds to import, and the command line can show names of methods without
     from fedagg.config import Config
     from fedagg.result import Result
@@ -23,10 +25,10 @@ PAGE_SECONDS = 0.2  # between two drawings there: each is a message to the brows
 
 
 class Live:
-    """A progress bar over rounds with the latest accuracy and loss; on standard error, so that output can be piped."""
+    """A progress bar over rounds with the latest metric and loss; on standard error, so that output can be piped."""
 
     def __init__(self, label: str) -> None:
-        self.label = label
+        self.label, self.metric = label, ACCURACY
         self.progress = Progress(
             TextColumn("[bold]{task.fields[label]:>13}"),
             BarColumn(bar_width=28),
@@ -36,12 +38,17 @@ class Live:
             console=err,
         )
 
+    def judged(self, metric: Measure) -> None:
+        self.metric = metric
+
     def started(self, config: Config, done: int) -> None:
         self.task = self.progress.add_task("", total=config.rounds, completed=done, label=self.label, now="")
         self.show()
 
     def round_done(self, row: dict[str, Any]) -> None:
-        now = f"accuracy [green]{100 * row['accuracy']:6.2f} %[/]  loss {row['loss']:.4f}" if "accuracy" in row else ""
+        now = ""
+        if (score := row.get(self.metric.key)) is not None:
+            now = f"{self.metric.label} [green]{self.metric.shown(score, 6)}[/]  loss {row['loss']:.4f}"
         if row["left_out"]:
             now += f"  [yellow]left out {row['left_out']} ({', '.join(row['causes'])})[/]"
             if row.get("unchanged"):

@@ -13,21 +13,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedagg import data, plots, runs
+from fedagg import plots, runs
 from fedagg.config import Config
-from fedagg.data import Array
+from fedagg.data import Dataset
+from fedagg.data.arrays import Array, samples_of
 from fedagg.errors import SettingError, need
 from fedagg.evaluate import parted
 from fedagg.export import Exported, export
 from fedagg.inputs import Inputs
-from fedagg.runs import percent
-from fedagg.stopping import metric
+from fedagg.measure import ACCURACY, Measure
+from fedagg.tasks import CLASSIFICATION, Task
 from fedagg.work import Loss, cross_entropy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
+LOSS = Measure("loss", "loss", percent=False, higher=False)
 BATCH = 500  # samples at a time
 NOT_GIVEN = "came from Python; give it again: fedagg.load({run!r}, loss=...)"
 
@@ -40,34 +42,53 @@ class Result:
         config: the settings of the run, complete.
         history: a dictionary for each round, the lines of `metrics.jsonl`.
         model: the network with the weights of the end, on the CPU.
-        accuracy: of the last evaluation, from 0 to 1; not a number before the first one. It is of the test set, or of the training
-            data held back where `validation` is set.
-        best_accuracy: the highest of all evaluations.
+        score: of the last evaluation, by the task's metric; not a number before the first one. It is of the test set, or of the
+            training data held back where `validation` is set. `accuracy` is the same, from 0 to 1, where that is the metric.
+        best: the best of all evaluations; `best_accuracy` likewise.
         loss: mean loss of the last evaluation.
         seconds: time that the run took, those before a resume included.
         run: the run folder, if there is one.
         interrupted: was the run stopped by Ctrl-C? Then it can be gone on with.
         stopped: why the run ended before its last round, where a rule or a callback ended it.
         left_out: by cause, how many rounds each client was left out of.
-        figures: what a method says of the end beside that, e.g. `personal_accuracy`.
+        figures: what is known of the end beside that, e.g. `personal_accuracy`.
+        metric: what `score` is: its key in the history, its name, and which way is better.
         inputs: shape and kind of the samples; None in folders of earlier versions.
         criterion: the loss of a sample; None where it came from Python and was not given to `fedagg.load`.
+        task: what was learnt, with the figures that it is judged by.
     """
 
     config: Config
     history: list[dict[str, Any]]
     model: nn.Module
-    accuracy: float
-    best_accuracy: float
+    score: float
+    best: float
     loss: float
     seconds: float
     run: Path | None = None
     interrupted: bool = False
-    stopped: str | None = None
     left_out: dict[str, dict[str, int]] = field(default_factory=dict)
     figures: dict[str, float] = field(default_factory=dict)
+    metric: Measure = ACCURACY
+    stopped: str | None = None
     inputs: Inputs | None = None
     criterion: Loss | None = cross_entropy
+    task: Task = CLASSIFICATION
+
+    @property
+    def accuracy(self) -> float:
+        """Of the last evaluation, from 0 to 1; only where that is the metric."""
+        return self.of_accuracy(self.score)
+
+    @property
+    def best_accuracy(self) -> float:
+        """The best of all evaluations, from 0 to 1; only where that is the metric."""
+        return self.of_accuracy(self.best)
+
+    def of_accuracy(self, value: float) -> float:
+        if self.metric.key != ACCURACY.key:
+            raise AttributeError(f"the run is judged by its {self.metric.label}: see Result.score and Result.best")
+        return value
 
     def summary(self) -> dict[str, Any]:
         """The object that `--json` prints."""
@@ -81,8 +102,8 @@ class Result:
             "seed": c.seed,
             **({"validation": c.validation} if c.validation else {}),
             "rounds": len(self.history),
-            "accuracy": finite(self.accuracy),
-            "best_accuracy": finite(self.best_accuracy),
+            self.metric.key: finite(self.score),
+            f"best_{self.metric.key}": finite(self.best),
             "loss": finite(self.loss),
             "seconds": round(self.seconds, 3),
             "run": str(self.run) if self.run else None,
@@ -100,7 +121,7 @@ class Result:
     def outputs(self, x: Array) -> Tensor:
         """What the network puts out for samples: a row of numbers each. Samples are given as to `fedagg.Dataset`: images of bytes
         are scaled to [0, 1], and what `normalize` did in the run is done here too."""
-        samples = data._samples("x", x)
+        samples = samples_of("x", x)
         if self.inputs is not None and tuple(samples.shape[1:]) != self.inputs.shape:
             raise SettingError("x", tuple(samples.shape[1:]), f"the run's samples have the shape {self.inputs.shape}")
         if self.inputs is not None and samples.is_floating_point() == self.inputs.tokens:
@@ -116,20 +137,22 @@ class Result:
             self.model.train(mode)
 
     def predict(self, x: Array) -> Tensor:
-        """The most likely class of every sample."""
-        return self.outputs(x).argmax(-1)
+        """The most likely class of every sample, or of every token; of several labels, those that are found; of quantities, what
+        the network puts out."""
+        output = self.outputs(x)
+        if self.task.name in ("classification", "tokens"):
+            return output.argmax(-1)
+        return output > 0 if self.task.name == "multilabel" else output
 
     def evaluate(self, x: Array, y: Array) -> dict[str, float]:
-        """Mean loss and accuracy on samples of yours."""
+        """Mean loss, and the figures that the task is judged by, on samples of yours."""
         if self.criterion is None:
             raise SettingError("loss", "custom", f"the run's loss {NOT_GIVEN.format(run=str(self.run))}")
-        labels, output = data._labels("y", y), self.outputs(x)
-        if len(labels) != len(output):
-            raise SettingError("y", f"{len(labels)} labels", f"x has {len(output)} samples; the two must agree")
-        if int(labels.max()) >= output.shape[1] or int(labels.min()) < 0:
-            raise SettingError("y", int(labels.max()), f"the network knows labels from 0 to {output.shape[1] - 1}")
-        loss = self.criterion(output, labels).double().mean()
-        return {"loss": float(loss), "accuracy": float((output.argmax(-1) == labels).double().mean())}
+        known: dict[str, Any] = {} if self.inputs is None else {"classes": self.inputs.classes, "task": self.inputs.task}
+        given = Dataset(x, y, x, y, **known)  # it checks both
+        output = self.outputs(given.x_test)
+        sums = {metric.key: metric.score(metric.tally(output, given.y_test).double().sum(0)) for metric in self.task.metrics}
+        return {"loss": float(self.criterion(output, given.y_test).double().mean()), **sums}
 
     def curve(self, column: str) -> tuple[list[int], list[float]]:
         """The rounds that have this figure, and its values."""
@@ -146,12 +169,10 @@ class Result:
     def plot(self, path: str | Path | None = None) -> Figure:
         """The run's figure of merit and loss over its rounds; also as a file, PNG, SVG or PDF by its ending."""
         figure, (axes,) = plots.canvas(1, 2, (9.5, 3.4))
-        name, _ = metric(self.config)
-        for each, column in zip(axes, (name, "loss"), strict=True):
-            scale, unit = (100.0, " (%)") if column == "accuracy" else (1.0, "")
-            rounds, values = self.curve(column)
-            plots.draw_line(each, rounds, [scale * value for value in values], self.config.method, 1.8, 0)
-            each.set(xlabel="round", ylabel=f"{runs.measured(column, [self.config])}{unit}")
+        for each, shown in zip(axes, (self.metric, LOSS), strict=True):
+            rounds, values = self.curve(shown.key)
+            plots.draw_line(each, rounds, [shown.scale * value for value in values], self.config.method, 1.8, 0)
+            each.set(xlabel="round", ylabel=f"{runs.measured(shown.label, [self.config])}{shown.unit}")
             plots.tidy(each)
         figure.suptitle(about(self.config), fontsize=10)
         if path is not None:
@@ -176,7 +197,8 @@ class Result:
 
     def __repr__(self) -> str:
         c, how = self.config, ", interrupted" if self.interrupted else f", stopped: {self.stopped}" if self.stopped else ""
-        scores = f"accuracy {percent(self.accuracy)} (best {percent(self.best_accuracy)}), loss {self.loss:.4f}"
+        shown = self.metric.shown
+        scores = f"{self.metric.label} {shown(self.score)} (best {shown(self.best)}), loss {self.loss:.4f}"
         where = f"run folder {self.run}" if self.run is not None else "no run folder: give out=... to keep a run"
         return f"{about(c)}\n{scores}, {len(self.history)} of {c.rounds} rounds in {self.seconds:.1f} s{how}\n{where}"
 
@@ -186,19 +208,18 @@ class Result:
         rows = {
             "method": f"{c.method}, seed {c.seed}",
             "task": ", ".join(word for word in runs.task(c).values() if word),
-            "accuracy": f"{percent(self.accuracy)} (best {percent(self.best_accuracy)})",
+            self.metric.label: f"{self.metric.shown(self.score)} (best {self.metric.shown(self.best)})",
             "loss": f"{self.loss:.4f}",
             "rounds": f"{len(self.history)} of {c.rounds}{' (interrupted)' if self.interrupted else ''}",
             **({"stopped": self.stopped} if self.stopped else {}),
             "seconds": f"{self.seconds:.1f}",
             **({"run folder": str(self.run)} if self.run is not None else {}),
         }
-        name, _ = metric(c)
         cells = "".join(
             f'<tr><th style="text-align:left">{html.escape(key)}</th><td style="text-align:left">{html.escape(value)}</td></tr>'
             for key, value in rows.items()
         )
-        return f"<table>{cells}</table>{drawing(*self.curve(name), runs.measured(name, [c]))}"
+        return f"<table>{cells}</table>{drawing(*self.curve(self.metric.key), runs.measured(self.metric.label, [c]))}"
 
 
 def about(c: Config) -> str:
@@ -251,8 +272,8 @@ def drawing(rounds: list[int], values: list[float], what: str, width: int = 360,
     )
 
 
-def scores(history: list[dict[str, Any]]) -> tuple[float, float, float]:
-    """Accuracy of the last evaluation, the best of all, and the last loss."""
-    scored = [row for row in history if "accuracy" in row]
-    best = max((row["accuracy"] for row in scored), default=math.nan)
-    return (scored[-1]["accuracy"], best, scored[-1]["loss"]) if scored else (math.nan, math.nan, math.nan)
+def scores(history: list[dict[str, Any]], metric: Measure) -> tuple[float, float, float]:
+    """The metric of the last evaluation, the best of all, and the last loss."""
+    scored = [row for row in history if metric.key in row]
+    best = metric.best(row[metric.key] for row in scored)
+    return (scored[-1][metric.key], best, scored[-1]["loss"]) if scored else (math.nan, math.nan, math.nan)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -14,13 +13,14 @@ from fedagg import config, files
 from fedagg.config import NO_BEARING, Config
 from fedagg.errors import FedaggError, SettingError
 from fedagg.formats import check_run
+from fedagg.measure import Measure, told
 
 # What `task` says or every name has.
 TOLD = {
-    *("dataset", "model", "partition", "sigma", "shards", "participation", "clients", "rounds", "normalize", "validation"),
-    *("seed", "algorithm", "variant"),
+    *("dataset", "model", "task", "metric", "partition", "sigma", "shards", "deviation", "column", "participation", "clients"),
+    *("rounds", "normalize", "validation", "seed", "algorithm", "variant"),
 }
-RESULT = ("rounds", "accuracy", "best_accuracy", "loss", "seconds")  # the numbers in result.json
+RESULT = ("rounds", "loss", "seconds")  # numbers in result.json, beside those of the metric
 RATES = ("rate_mean", "rate_min", "rate_max")
 
 
@@ -36,6 +36,11 @@ class Run:
     environment: dict[str, Any]
     result: dict[str, Any]
 
+    @property
+    def metric(self) -> Measure:
+        """What the run is judged by."""
+        return told(self.environment.get("metric"))
+
     def curve(self, column: str) -> tuple[list[float], list[float]]:
         """The rounds that have this figure, and its values; a list (one value an epoch) counts by its mean."""
         found = [(row["round"], row[column]) for row in self.history if row.get(column) is not None]
@@ -49,14 +54,16 @@ def load(folder: Path) -> Run:
     check_run(folder)
     chosen = config.make(config.read(folder / "config.toml"), recorded=True)
     name = f"{chosen.method} seed {chosen.seed}"
+    environment = whole(folder / "environment.json")
+    key = told(environment.get("metric")).key
     return Run(
         name=name,
         folder=folder,
         config=chosen,
         history=lines(folder / "metrics.jsonl", a_round),
         clients=lines(folder / "clients.jsonl", participants),
-        environment=whole(folder / "environment.json"),
-        result=whole(folder / "result.json", RESULT),
+        environment=environment,
+        result=whole(folder / "result.json", (*RESULT, key, f"best_{key}")),
     )
 
 
@@ -89,6 +96,7 @@ def task(config: Config) -> dict[str, str]:
     return {
         "dataset": config.dataset,
         "model": config.model,
+        "task": " ".join(filter(None, (config.task, config.metric and f"judged by {config.metric}"))),
         "split": split(config),
         "clients": f"{100 * config.participation:g} % of {config.clients} clients",
         "rounds": f"{config.rounds} rounds",
@@ -100,7 +108,8 @@ def task(config: Config) -> dict[str, str]:
 def split(config: Config) -> str:
     if config.partition.startswith("dirichlet"):
         return f"{config.partition} {config.sigma:g}"
-    return f"shards {config.shards}" if config.partition == "shards" else config.partition
+    own = {"shards": config.shards, "quantity": f"{config.deviation:g}", "feature": config.column}
+    return f"{config.partition} {own[config.partition]}" if config.partition in own else config.partition
 
 
 def held_back(config: Config) -> str:
@@ -108,14 +117,9 @@ def held_back(config: Config) -> str:
 
 
 def measured(what: str, configs: Iterable[Config]) -> str:
-    """The accuracy or loss that runs report, by the data it is of."""
+    """The metric or loss that runs report, by the data it is of."""
     held = {config.validation > 0 for config in configs}
     return what if len(held) > 1 else f"validation {what}" if True in held else f"test {what}"
-
-
-def percent(share: float) -> str:
-    """Before the first round there is none."""
-    return f"{100 * share:.2f} %" if math.isfinite(share) else "-"
 
 
 def details(config: Config) -> dict[str, Any]:

@@ -16,12 +16,28 @@ class Settings(BaseModel):
 
     algorithm: str = Field("fedagg", description="the method: see `fedagg list`")
     variant: str = Field("default", description="which version of the method, where it has several: default, or paper for FedAgg")
-    dataset: str = Field("mnist-mini", description="the data set, or `custom` for data given from Python")
+    dataset: str = Field(
+        "mnist-mini", description="the data set, the path of a file or folder, or `custom` for data given from Python"
+    )
+    target: str | None = Field(None, description="the column of a file that holds the labels (of a .npy: the file that does)")
+    user: str | None = Field(None, description="the column of a file that says whose each row is (of a .npy: the file that does)")
     model: str = Field("linear", description="the network, or `custom` for a module given from Python")
-    partition: str = Field("iid", description="how samples are dealt to clients: iid, shards, dirichlet, dirichlet-class")
+    task: Literal["classification", "regression", "multilabel", "tokens"] | None = Field(
+        None, description="what the targets are (default: as the data tell)"
+    )
+    metric: str | None = Field(None, description="the figure a run is judged by (default: the task's own)")
+    partition: str = Field(
+        "iid",
+        description="how samples are dealt to clients: iid, shards, dirichlet, dirichlet-class, quantity, feature, or user for a "
+        "client of each user (the default where the data name users)",
+    )
     sigma: float = Field(0.6, gt=0, description="concentration of the Dirichlet partitions; inf is IID")
     shards: int = Field(2, ge=1, description="shards per client in the shards partition")
-    clients: int = Field(100, ge=1, description="clients in the federation")
+    deviation: float = Field(
+        1.0, ge=0, le=10, description="of the logarithm of clients' sizes in the quantity partition; 0 is even"
+    )
+    column: int = Field(0, ge=0, description="the feature that the feature partition sorts samples by")
+    clients: int = Field(100, ge=1, description="clients in the federation (by user: all of them, or those with the most samples)")
     participation: float = Field(
         0.2, gt=0, le=1, description="share of the clients that takes part in a round, at least one client"
     )
@@ -36,7 +52,9 @@ class Settings(BaseModel):
     validation: float = Field(
         0.0, ge=0, lt=1, description="share of the training data held back, to report on instead of the test set"
     )
-    normalize: bool = Field(False, description="standardise inputs per channel instead of scaling them to [0, 1]")
+    normalize: bool = Field(
+        False, description="standardise inputs, images per channel and rows per feature, instead of scaling them to [0, 1]"
+    )
 
     downlink_bits: int = Field(32, ge=2, le=32, description="bits per number of the mean field sent to clients")
 
@@ -65,13 +83,23 @@ class Settings(BaseModel):
     flip_rate: float = Field(0.0, ge=0, le=1, description="simulated faults: share of hostile, sign-flipping clients")
     flip_scale: float = Field(1.0, gt=0, lt=1e6, description="simulated faults: what hostile clients multiply by, beside -1")
 
-    stop_at: float | None = Field(None, description="stop when the accuracy reaches this share, e.g. 0.9 for 90 %")
-    patience: int = Field(0, ge=0, description="stop after so many evaluations without a better accuracy; 0 for never")
+    stop_at: float | None = Field(None, description="stop when the metric reaches this: 0.9 for an accuracy of 90 %")
+    patience: int = Field(0, ge=0, description="stop after so many evaluations without a better metric; 0 for never")
     average: bool = Field(False, description="report the running average of the global models (for every method)")
     eval_every: int = Field(1, ge=1, description="evaluate every so many rounds")
+    per_client: bool = Field(False, description="evaluate for every client, on the test set weighted by its labels")
+    client_test: float = Field(
+        0.0, ge=0, lt=1, description="share of every client's own samples that it does not train on, to evaluate it on"
+    )
+    personal: bool = Field(False, description="in the end, fit the model to clients with plain steps and evaluate it there")
     checkpoint_every: int = Field(
         0, ge=0, description="rounds between checkpoints; 0 for one every 45 seconds, or less often where they are large"
     )
     client_memory: Literal["auto", "ram", "disk"] = Field("auto", description="where per-client vectors live")
     data_dir: str | None = Field(None, description="where data sets are (default FEDAGG_DATA, else the user's cache)")
+    data_memory: float | None = Field(
+        None,
+        gt=0,
+        description="GiB that the samples of a file may take; more stay on the disk (default half of the machine's)",
+    )
     plugin: tuple[str, ...] = Field((), description="a Python file or module that brings methods, data sets and more")

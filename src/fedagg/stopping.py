@@ -7,45 +7,42 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fedagg.errors import SettingError
+from fedagg.measure import ACCURACY, Measure
 
 if TYPE_CHECKING:
     from fedagg.config import Config
-
-
-def metric(config: Config) -> tuple[str, bool]:
-    """The figure that a run is judged by, and whether more of it is better."""
-    return "accuracy", True
 
 
 class Rule:
     """A callback that stops a run by what its rounds came to, those before a resume included. `reason` says why it did."""
 
     def __init__(self) -> None:
-        self.reason = ""
+        self.reason, self.metric = "", ACCURACY
+
+    def judged(self, metric: Measure) -> None:
+        self.metric = metric
 
     def started(self, config: Config, done: int) -> None:
-        self.name, self.rising = metric(config)
+        """Forget an earlier run, if there was one."""
+        self.reason = ""
 
     def resumed(self, history: Sequence[dict[str, Any]]) -> bool:
         """Had the run come to its end? Then there is nothing to go on with."""
         return any([self.round_done(row) for row in history][-1:])
 
     def round_done(self, row: dict[str, Any]) -> bool:
-        value = row.get(self.name)
+        value = row.get(self.metric.key)
         return value is not None and self.enough(row["round"], value)
 
     def enough(self, number: int, value: float) -> bool:
         raise NotImplementedError
 
-    def better(self, value: float, other: float) -> bool:
-        return value > other if self.rising else value < other
-
 
 class StopAt(Rule):
-    """Stops a run when its accuracy reaches a value.
+    """Stops a run when its metric, accuracy for most, reaches a value.
 
     Args:
-        value: as a share: 0.9 for 90 %.
+        value: accuracy as a share: 0.9 for 90 %.
     """
 
     def __init__(self, value: float) -> None:
@@ -54,20 +51,20 @@ class StopAt(Rule):
             raise SettingError("stop_at", value, "give a number, e.g. 0.9")
         self.value = float(value)
 
-    def started(self, config: Config, done: int) -> None:
-        super().started(config, done)
-        if self.name == "accuracy" and not 0 < self.value <= 1:
+    def judged(self, metric: Measure) -> None:
+        super().judged(metric)
+        if metric.key == ACCURACY.key and not 0 < self.value <= 1:
             raise SettingError("stop_at", self.value, "accuracy is above 0 and at most 1: give 0.9 for 90 %")
 
     def enough(self, number: int, value: float) -> bool:
-        if not math.isfinite(value) or self.better(self.value, value):
+        if self.metric.better(value) < self.metric.better(self.value):
             return False
-        self.reason = f"{self.name} {value:.4g} in round {number} reached {self.value:g}"
+        self.reason = f"{self.metric.label} {value:.4g} in round {number} reached {self.value:g}"
         return True
 
 
 class Patience(Rule):
-    """Stops a run when its accuracy was not better than before for some evaluations in a row.
+    """Stops a run when its metric, accuracy for most, was not better than before for some evaluations in a row.
 
     Args:
         evaluations: how many; with `eval_every=1`, as many rounds.
@@ -81,21 +78,18 @@ class Patience(Rule):
 
     def started(self, config: Config, done: int) -> None:
         super().started(config, done)
-        self.best, self.at, self.waited = -math.inf if self.rising else math.inf, 0, 0
+        self.best, self.at, self.waited = math.nan, 0, 0
 
     def enough(self, number: int, value: float) -> bool:
-        if self.better(value, self.best):
+        if self.metric.better(value) > self.metric.better(self.best):
             self.best, self.at, self.waited = value, number, 0
             return False
         self.waited += 1
-        self.reason = f"no better {self.name} than {self.best:.4g}, of round {self.at}, in {self.waited} evaluations"
+        self.reason = f"no better {self.metric.label} than {self.best:.4g}, of round {self.at}, in {self.waited} evaluations"
         return self.waited >= self.evaluations
 
 
 def rules(config: Config) -> list[Rule]:
-    """Those that the settings ask for. What cannot work is said before any training."""
+    """Those that the settings ask for."""
     made: list[Rule] = [] if config.stop_at is None else [StopAt(config.stop_at)]
-    made += [Patience(config.patience)] if config.patience else []
-    for rule in made:
-        rule.started(config, 0)
-    return made
+    return made + ([Patience(config.patience)] if config.patience else [])

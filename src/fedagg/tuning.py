@@ -13,43 +13,49 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 import fedagg
-from fedagg import paired, plots, runs, seeding
+from fedagg import checks, paired, plots, runs, seeding
 from fedagg.config import NO_BEARING, Config, options_of, resolve
-from fedagg.data import Dataset
 from fedagg.errors import FedaggError, FedaggWarning, SettingError
+from fedagg.measure import ACCURACY, Measure
 from fedagg.reproduce import running
 from fedagg.reproduce.grid import Cell
 from fedagg.reproduce.results import Store
 from fedagg.reproduce.running import CellResult, Stop
-from fedagg.work import Loss, cross_entropy
+from fedagg.tasks import Metric
+from fedagg.work import Loss
 
+Scored = tuple[float, Measure]  # what a run came to, and what that is
 VALIDATION = 0.1  # of the training data is held back where nobody says otherwise
 SEEDS = (5, 6)  # not those that results are reported with
 HALVING = 4  # a first go of so many times fewer rounds, after which so many times fewer settings are left
 
 # What a method is judged on: between two values of these, the better figure says nothing about the method.
-TASK = {"algorithm", "dataset", "partition", "sigma", "shards", "clients", "participation", "validation", "seed"}
+TASK = {
+    *("algorithm", "dataset", "task", "metric", "partition", "sigma", "shards", "deviation", "column", "clients", "participation"),
+    *("validation", "client_test", "per_client", "personal", "seed"),
+}
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One point of the grid, and the accuracy it came to with each seed."""
+    """One point of the grid, and the score it came to with each seed: its accuracy, or what else its task is judged by."""
 
     settings: dict[str, Any]
     config: Config
-    accuracies: tuple[float, ...] = ()
+    scores: tuple[float, ...] = ()
+    metric: Measure = ACCURACY
 
     @property
     def mean(self) -> float:
-        return statistics.fmean(self.accuracies) if self.accuracies else math.nan
+        return statistics.fmean(self.scores) if self.scores else math.nan
 
     @property
     def deviation(self) -> float:
         """Between the seeds; of one seed there is no telling."""
-        return paired.deviation(self.accuracies)
+        return paired.deviation(self.scores)
 
     def short(self) -> Trial:
         """The same for a part of the rounds."""
@@ -116,21 +122,21 @@ class Plan:
             for trial in trials
         ]
 
-    def carry_out(self, run: Callable[[list[Cell]], bool], found: Callable[[Config], float | None]) -> Tuned:
-        """`run` makes the runs that there are no results of, and says whether it came to its end; `found` has the accuracies."""
+    def carry_out(self, run: Callable[[list[Cell]], bool], found: Callable[[Config], Scored | None]) -> Tuned:
+        """`run` makes the runs that there are no results of, and says whether it came to its end; `found` has what they came to."""
 
         def ranked(trials: Iterable[Trial]) -> list[Trial]:
             trials = list(trials)
             if not run(self.cells(trials)):
                 raise KeyboardInterrupt
             scored = [(t, [found(t.config.changed(seed=seed)) for seed in self.seeds]) for t in trials]
-            for lost in (t for t, a in scored if None in a):
+            for lost in (t for t, each in scored if None in each):
                 words = f"{label(lost.settings)}: came to no result with every seed, and is left out"
                 warnings.warn(words, FedaggWarning, stacklevel=3)
-            whole = [replace(t, accuracies=tuple(v for v in a if v is not None)) for t, a in scored if None not in a]
+            whole = [judged(t, [one for one in each if one is not None]) for t, each in scored if None not in each]
             if not whole:
                 raise FedaggError("tuning: no point of the grid came to a result with every seed; the runs' errors say why")
-            return sorted(whole, key=lambda t: -t.mean)
+            return sorted(whole, key=lambda t: -t.metric.better(t.mean))
 
         first = ranked(t.short() for t in self.trials) if self.halving else []
         kept = [trial.settings for trial in first[: math.ceil(len(first) / HALVING)]]
@@ -148,6 +154,11 @@ class Tuned:
     @property
     def best(self) -> Trial:
         return self.trials[0]
+
+    @property
+    def metric(self) -> Measure:
+        """What the points are ranked by."""
+        return self.best.metric
 
     @property
     def edges(self) -> list[str]:
@@ -175,19 +186,20 @@ class Tuned:
         return self.config.toml()
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row a point, best first: its settings, mean accuracy, deviation between seeds, rounds."""
+        """A row a point, best first: its settings, mean score by its key, deviation between seeds, rounds."""
         kept = [trial.settings for trial in self.trials]
         shown = [*self.trials, *(trial for trial in self.first if trial.settings not in kept)]
-        return [{**t.settings, "accuracy": t.mean, "deviation": finite(t.deviation), "rounds": t.config.rounds} for t in shown]
+        key = self.metric.key
+        return [{**t.settings, key: finite(t.mean), "deviation": finite(t.deviation), "rounds": t.config.rounds} for t in shown]
 
     def table(self) -> str:
         """The rows as Markdown."""
-        names = [*self.plan.axes, "accuracy", "deviation", "rounds"]
-        lines = [[*(str(row[name]) for name in self.plan.axes), *figures(row)] for row in self.rows()]
+        names = [*self.plan.axes, self.metric.label, "deviation", "rounds"]
+        lines = [[*(str(row[name]) for name in self.plan.axes), *figures(row, self.metric)] for row in self.rows()]
         return "\n".join(f"| {' | '.join(line)} |" for line in [names, ["---"] * len(names), *lines])
 
     def plot(self, path: str | Path) -> Path:
-        """Accuracy over the grid: a line over one axis, a heat map over two. Of more, over the first two, at the best of all."""
+        """The score over the grid: a line over one axis, a heat map over two. Of more, over the first two, at the best of all."""
         names = [name for name, values in self.plan.axes.items() if len(values) > 1][:2] or list(self.plan.axes)[:1]
         axes = {name: self.plan.axes[name] for name in names}
         at: dict[tuple[Any, ...], tuple[float, float]] = {}
@@ -195,16 +207,17 @@ class Tuned:
             at.setdefault(tuple(trial.settings[name] for name in names), (trial.mean, trial.deviation))
         best, c = tuple(self.best.settings[name] for name in names), self.best.config
         title = f"{c.method} on {c.dataset}, {c.model}, {c.partition}: best {label(self.best.settings)}"
-        return plots.over_grid(axes, at, best, Path(path), title, runs.measured("accuracy", [c]))
+        return plots.over_grid(axes, at, best, Path(path), title, runs.measured(self.metric.label, [c]), self.metric)
 
 
 def tune(
     method: str,
     grid: Mapping[str, Iterable[Any]],
     *,
-    data: Dataset | None = None,
+    data: Any = None,
     model: nn.Module | str | None = None,
-    loss: Loss = cross_entropy,
+    loss: Loss | None = None,
+    metric: Metric | str | Callable[[Tensor, Tensor], Tensor] | None = None,
     preset: str | None = None,
     seeds: Iterable[int] = SEEDS,
     random: int | None = None,
@@ -218,9 +231,10 @@ def tune(
     Args:
         method: a method's name.
         grid: the values of each setting, or option of the method, that is tried.
-        data: your own data in place of a named set.
+        data: your own data in place of a named set, in any form that `fedagg.run` takes.
         model: a name, or your own module.
-        loss: per-sample loss of (output, target), (B,); cross-entropy by default.
+        loss: per-sample loss of (output, target), (B,); the task's by default.
+        metric: what points are ranked by, as `fedagg.run` takes it; the task's by default.
         preset: the settings to start from.
         seeds: every point is run once with each.
         random: try so many points of the grid, drawn at random.
@@ -229,26 +243,29 @@ def tune(
         out: a folder that keeps the results; the same call goes on from there. Without one nothing is kept.
         settings: those of all runs, as `fedagg.run` takes them; `validation` is the share held back, 0.1 by default.
     """
+    data = checks.samples(data, None, None, settings)
     mine = [name for name, thing in (("data", data), ("model", model)) if thing is not None and not isinstance(thing, str)]
     settings |= {"model": model} if isinstance(model, str) else {}
     settings |= {"dataset": "custom"} if data is not None else {}
     settings |= {"model": "custom"} if "model" in mine else {}
-    mine += [] if loss is cross_entropy else ["loss"]
+    settings |= {"metric": metric} if isinstance(metric, str) else {}
+    own = None if isinstance(metric, str) else metric
+    mine += [name for name, thing in (("loss", loss), ("metric", own)) if thing is not None]
     plan = Plan.make(method, grid, settings, preset=preset, seeds=seeds, random=random, halving=halving)
     if mine:
         for setting, value, usual in (("jobs", jobs, 1), ("out", out, None)):
             if value != usual:
                 raise SettingError(setting, value, f"{', '.join(mine)} from Python cannot be handed to it; leave it out")
-        known: dict[Config, float] = {}
+        known: dict[Config, Scored] = {}
         module = model if isinstance(model, nn.Module) else None
 
         def run_mine(cells: list[Cell]) -> bool:
             for cell in cells:
                 if cell.config not in known:
-                    result = fedagg.run(cell.config, data=data, model=module, loss=loss, progress=False)
+                    result = fedagg.run(cell.config, data=data, model=module, loss=loss, metric=own, progress=False)
                     if result.interrupted:
                         return False
-                    known[cell.config] = result.accuracy
+                    known[cell.config] = result.score, result.metric
             return True
 
         return plan.carry_out(run_mine, known.get)
@@ -262,7 +279,7 @@ def tune(
             refuse_failures(ended)
             return not stop.now()
 
-        return plan.carry_out(run, lambda config: accuracy(store, config))
+        return plan.carry_out(run, lambda config: score(store, config))
 
 
 def refuse_failures(ended: Sequence[CellResult]) -> None:
@@ -271,9 +288,13 @@ def refuse_failures(ended: Sequence[CellResult]) -> None:
         raise FedaggError(f"tuning: {ended[0].message}")
 
 
-def accuracy(store: Store, config: Config) -> float | None:
+def score(store: Store, config: Config) -> Scored | None:
     found = store.get(config)
-    return None if found is None else found.accuracy
+    return None if found is None else (found.score, found.measure)
+
+
+def judged(trial: Trial, found: Sequence[Scored]) -> Trial:
+    return replace(trial, scores=tuple(value for value, _ in found), metric=found[0][1])
 
 
 def axes_of(grid: Mapping[str, Iterable[Any]], given: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
@@ -327,10 +348,11 @@ def flags(settings: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def figures(row: Mapping[str, Any]) -> list[str]:
-    """Accuracy and deviation in per cent, and the rounds."""
-    deviation = row["deviation"]
-    return [f"{100 * row['accuracy']:.2f} %", "-" if deviation is None else f"{100 * deviation:.2f}", str(row["rounds"])]
+def figures(row: Mapping[str, Any], metric: Measure) -> list[str]:
+    """Score and deviation as the metric is shown, and the rounds."""
+    mean, deviation = row[metric.key], row["deviation"]
+    shown = "-" if mean is None else metric.shown(mean)
+    return [shown, "-" if deviation is None else metric.points(deviation), str(row["rounds"])]
 
 
 def finite(value: float) -> float | None:

@@ -144,7 +144,7 @@ def test_no_test_sample_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     setting = Setting(module, torch.from_numpy(X), torch.from_numpy(Y), 3, ClientOptions(1, 8), torch.device("cpu"))
     evaluator = evaluate.Evaluator(setting, torch.from_numpy(X[:39]), torch.from_numpy(Y[:39]))
     hits = module(torch.from_numpy(X[:39])).argmax(1) == torch.from_numpy(Y[:39])
-    assert torch.equal(evaluator.samples(Layout(module).pack(module))[1], hits)
+    assert torch.equal(evaluator.samples(Layout(module).pack(module))[1][0][0], hits.double())
     assert 0 <= result.accuracy <= 1
     for count in (1, 18, 19, 20, 38, 39, 57, 58):
         parts = evaluate.parted(torch.arange(count), 19)

@@ -34,6 +34,7 @@ class Algorithm:
     state: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
     name: ClassVar[str] = ""
     remembers: ClassVar[bool] = False  # do clients keep a vector from round to round?
+    labels: ClassVar[bool] = False  # does it look at class labels? Then it is for classification alone
     scheduled: ClassVar[bool] = True  # does it read `lr` in every round? The run's schedule changes it from round to round
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:

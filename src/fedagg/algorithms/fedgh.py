@@ -8,6 +8,7 @@ under the trained header.
 
 import copy
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
@@ -27,6 +28,7 @@ class FedGH(Algorithm):
     head: str | None = option(None, "name of the head; by default the last layer with parameters")
     head_lr: float = option(0.1, "learning rate of the header's training", gt=0)
     head_steps: int = option(50, "steps of the header's training", ge=1)
+    labels: ClassVar[bool] = True
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
         self.where = models.head(module, self.head)

@@ -16,20 +16,24 @@ from typing import Annotated, Any
 import typer
 
 import fedagg
-from fedagg import data, files, plots, record, runs
+from fedagg import files, plots, record, runs
 from fedagg.algorithms import REGISTRY
 from fedagg.cli.process import leads
 from fedagg.cli.show import err, out, results_table, seeds_table, summed, task
 from fedagg.config import Config, make, read, resolve_each
 from fedagg.data import Dataset
 from fedagg.errors import FedaggWarning, MissingError, SettingError
-from fedagg.federation import build_model
+from fedagg.federation import build_model, chosen_data, counted
 from fedagg.formats import check_run
 from fedagg.loading import trained
+from fedagg.measure import Measure
 from fedagg.progress import Live
 from fedagg.result import Result
 
-NUMBERS = {"accuracy", "best_accuracy", "loss", "seconds"}  # what a result says of a finished run
+
+def numbers(metric: Measure) -> tuple[str, ...]:
+    """What a result says of a finished run."""
+    return metric.key, f"best_{metric.key}", "loss", "seconds"
 
 
 def compare(
@@ -54,7 +58,8 @@ def compare(
     if config is not None and str(config) in REGISTRY and not config.exists():
         raise SettingError("config", str(config), f"is a method; separate methods by commas: {','.join(names)},{config}")
     named = resolve_each(names, settings, config, preset)
-    once = list({chosen.method: chosen for chosen in named}.values())
+    given = chosen_data(named[0])
+    once = list({chosen.method: counted(chosen, given) for chosen in named}.values())
     # Seeds come outermost, so that a comparison cut short is a whole one of fewer seeds.
     configs = [chosen.changed(seed=chosen.seed + k) if k else chosen for k in range(seeds) for chosen in once]
     folder = out_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-compare"
@@ -63,7 +68,6 @@ def compare(
     places = {chosen: folder / (chosen.method if seeds == 1 else f"{chosen.method}-seed{chosen.seed}") for chosen in configs}
     for chosen in configs:
         same(places[chosen], chosen, folder)
-    given = data.load(configs[0].dataset, configs[0].data_dir)
     done = {chosen: finished(places[chosen], given) for chosen in configs}
     for chosen in once:
         if done[chosen] is None:
@@ -86,9 +90,10 @@ def compare(
         groups.setdefault(result.config.method, []).append(result)
     # A run that was stopped would cut the mean of its method short.
     histories = {m: [r.history for r in group if not r.interrupted] or [group[0].history] for m, group in groups.items()}
-    picture: Path | None = folder / "accuracy.png"
+    metric = results[0].metric
+    picture: Path | None = folder / f"{metric.key}.png"
     try:
-        plots.accuracy_curves(histories, folder / "accuracy.png", title, runs.measured("accuracy", configs))
+        plots.score_curves(histories, folder / f"{metric.key}.png", title, runs.measured(metric.label, configs), metric)
     except MissingError as error:
         picture = None
         warnings.warn(str(error), FedaggWarning, stacklevel=2)
@@ -164,15 +169,17 @@ def run_all(places: Mapping[Config, Path], done: Mapping[Config, Result | None],
 def finished(folder: Path, given: Dataset) -> Result | None:
     """The result in a run folder, if the run came to its end."""
     facts = runs.whole(folder / "result.json")
-    if facts.get("interrupted") or not facts.keys() >= NUMBERS:
+    if facts.get("interrupted") or not facts:
         return None
     run = runs.load(folder)
+    if not facts.keys() >= set(numbers(run.metric)):
+        return None
     rounds = facts.get("rounds") if facts.get("stopped") else run.config.rounds
     if not facts.get("rounds") == len(run.history) == rounds:  # it was gone on with afterwards, for more rounds
         return None
     model = trained(build_model(run.config, given), folder / "model.safetensors")
-    numbers: dict[str, Any] = {key: math.nan if facts[key] is None else facts[key] for key in NUMBERS}
-    result = Result(config=run.config, history=run.history, model=model, run=folder, **numbers)
+    score, best, loss, seconds = (math.nan if facts[key] is None else facts[key] for key in numbers(run.metric))
+    result = Result(run.config, run.history, model, score, best, loss, seconds, run=folder, metric=run.metric)
     return replace(result, figures={key: value for key, value in facts.items() if key not in result.summary()})
 
 

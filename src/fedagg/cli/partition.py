@@ -22,9 +22,9 @@ from fedagg.cli import given as from_python
 from fedagg.cli.catalogue import Plugin
 from fedagg.cli.show import out, waiting
 from fedagg.config import Config, resolve
-from fedagg.data import Dataset, load
+from fedagg.data import Dataset
 from fedagg.errors import FedaggWarning, SettingError
-from fedagg.federation import build_model
+from fedagg.federation import build_model, chosen_data, counted, deal
 from fedagg.loading import trained
 from fedagg.result import finite
 
@@ -71,11 +71,17 @@ def partition(
     if labels is not None:
         samples, known = None, splits.from_file(labels)
     else:
-        samples = load(config.dataset, config.data_dir).held_back(config.validation, config.seed)
+        samples = chosen_data(config).held_back(config.validation, config.seed)
+        config = counted(config, samples)
         known = samples.y_train.numpy()
     models = networks(config, samples, run) if samples else {}
 
-    parts = splits.partition(config.partition, known, config.clients, config.seed, sigma=config.sigma, per_client=config.shards)
+    if samples is not None:
+        if samples.task != "classification":
+            raise SettingError("dataset", config.dataset, f"has no class labels to count: its task is {samples.task}")
+        parts = list(deal(config, samples))
+    else:
+        parts = splits.partition(config.partition, known, config.clients, config.seed, sigma=config.sigma, per_client=config.shards)
     counts = het.label_counts(known, parts, samples.classes if samples else None)
     here, over = het.distances(counts), over_sigma(known, config)
     title = f"{labels.name if labels else config.dataset}, {split_name(config)}, {config.clients} clients"

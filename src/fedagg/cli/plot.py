@@ -90,10 +90,11 @@ def folders(name: str) -> list[Path]:
 
 
 def draw_runs(found: list[Run], paths: list[Path]) -> list[Path]:
-    """Accuracy, loss, mean learning rate and drift over rounds, a line a run."""
+    """The metric, loss, mean learning rate and drift over rounds, a line a run. Runs of other metrics have a panel of their own."""
     configs = [run.config for run in found]
+    metrics = dict.fromkeys(run.metric for run in found)
     columns = (
-        ("accuracy", f"{runs.measured('accuracy', configs)} (%)", 100.0),
+        *((metric.key, f"{runs.measured(metric.label, configs)}{metric.unit}", metric.scale) for metric in metrics),
         ("loss", runs.measured("loss", configs), 1.0),
         ("rate_mean", "learning rate, mean over clients and epochs", 1.0),
         ("drift", "mean distance a client moved", 1.0),
@@ -103,6 +104,8 @@ def draw_runs(found: list[Run], paths: list[Path]) -> list[Path]:
         lines = []
         for index, run in enumerate(found):
             x, y = run.curve(column)
+            if not y:
+                continue
             lines.append(plots.Series(run.name, x, [scale * v for v in y], index=index))
         grid_of.append(plots.Panel("", "round", label, lines))
-    return plots.panels([grid_of[:2], grid_of[2:]], paths, "Runs")
+    return plots.panels([grid_of[:-2], grid_of[-2:]], paths, "Runs")

@@ -174,7 +174,7 @@ class Board:
         left = "" if seconds is None else f"{clock(seconds)} left"
         self.progress.update(self.task, completed=len(seen), left=left)
         colour = {"done": "green", "failed": "red"}.get(outcome.status, "yellow")
-        figure = f" {100 * outcome.accuracy:.2f} %" if outcome.accuracy is not None else f" {outcome.message}"
+        figure = f" {outcome.figure if outcome.figure is not None else outcome.message}"
         if outcome.status != "no data":
             text = f"{self.number}/{self.total} {outcome.cell.label}: [{colour}]{outcome.status}[/]"
             self.progress.console.print(text, end="", highlight=False)

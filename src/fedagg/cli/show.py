@@ -13,8 +13,8 @@ from rich.table import Table
 
 from fedagg import paired, runs
 from fedagg.config import Config
+from fedagg.measure import ACCURACY, CLIENTS
 from fedagg.progress import err as err  # for the commands, beside `out`
-from fedagg.runs import percent
 
 if TYPE_CHECKING:  # it takes seconds to import, and the names of methods can be shown without
     from fedagg.result import Result
@@ -38,18 +38,21 @@ WIDE = 1000  # more than any table is
 
 
 def results_table(results: list[Result], title: str) -> Table:
-    """One row a run: accuracy, local work, bytes, time; the best accuracy in bold."""
+    """One row a run: the metric, local work, bytes, time; the best in bold. How clients fare, where that was asked for."""
     table = Table(title=title, title_justify="left")
     table.add_column("algorithm", no_wrap=True)
-    for name in ("accuracy", "best", "loss", "trainings", "MB sent", "seconds"):
+    metric = results[0].metric if results else ACCURACY
+    by_client = {name: key for name, key in CLIENTS.items() if any(key in r.figures for r in results)}
+    for name in (metric.label, "best", *by_client, "loss", "trainings", "MB sent", "seconds"):
         table.add_column(name, justify="right", no_wrap=True)
-    best = max((r.accuracy for r in results), default=0.0)
+    best = metric.best(r.score for r in results)
     for r in results:
-        accuracy = percent(r.accuracy)
+        score = metric.shown(r.score)
         table.add_row(
             r.config.method,
-            f"[bold green]{accuracy}[/]" if r.accuracy == best else accuracy,
-            percent(r.best_accuracy),
+            f"[bold green]{score}[/]" if r.score == best else score,
+            metric.shown(r.best),
+            *(metric.shown(r.figures.get(key, math.nan)) for key in by_client.values()),
             f"{r.loss:.4f}" if r.history else "-",
             str(sum(row["passes"] for row in r.history)),
             f"{sum(row['bytes_up'] + row['bytes_down'] for row in r.history) / 1e6:.1f}",
@@ -106,7 +109,7 @@ def seeds_table(found: Sequence[Seeds], title: str) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     best = max((one.accuracy for one in found if math.isfinite(one.accuracy)), default=math.nan)
     for one in found:
-        accuracy = f"{percent(one.accuracy)}{f' ± {100 * one.deviation:.2f}' if math.isfinite(one.deviation) else ''}"
+        accuracy = f"{ACCURACY.shown(one.accuracy)}{f' ± {100 * one.deviation:.2f}' if math.isfinite(one.deviation) else ''}"
         ahead = f"{100 * one.ahead:+.2f}{f' ± {100 * one.within:.2f}' if math.isfinite(one.within) else ''}"
         table.add_row(
             one.method,

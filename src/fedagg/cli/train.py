@@ -61,7 +61,7 @@ def resumed(folder: Path, file: Path | None, settings: dict[str, Any]) -> Config
 
 def default_folder(config: Config) -> Path:
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    name = f"{stamp}-{config.method}-{config.dataset}-{config.model}-{config.partition}-seed{config.seed}"
+    name = f"{stamp}-{config.method}-{config.data_name}-{config.model}-{config.partition}-seed{config.seed}"
     folder, number = Path("runs") / name, 2
     while folder.exists():
         folder, number = Path("runs") / f"{name}-{number}", number + 1
@@ -73,8 +73,8 @@ def tell(result: Result, as_json: bool) -> None:
         sys.stdout.write(json.dumps(result.summary()) + "\n")
         return
     out.print(results_table([result], task(result.config)), crop=False)
-    for name, value in result.figures.items():
-        out.print(f"{name.replace('_', ' ')}: {100 * value:.2f} %")
+    if (fitted := result.figures.get(f"personal_{result.metric.key}")) is not None:
+        out.print(f"personal {result.metric.label}: {result.metric.shown(fitted)}", highlight=False)
     if result.interrupted:
         again = f"go on with: fedagg run --resume {shlex.quote(str(result.run))}"
         err.print(f"stopped after {len(result.history)} rounds; {again}", style="yellow", markup=False, soft_wrap=True)

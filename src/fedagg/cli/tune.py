@@ -12,14 +12,15 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from fedagg import data, files
+from fedagg import files
 from fedagg.cli.compare import check, hint
 from fedagg.cli.reproduce import run_all
 from fedagg.cli.show import err, out, task
 from fedagg.config import Config, options_of, said
 from fedagg.errors import FedaggWarning, MissingError, SettingError
+from fedagg.federation import chosen_data
 from fedagg.reproduce.results import Store
-from fedagg.tuning import SEEDS, VALIDATION, Plan, Tuned, accuracy, figures
+from fedagg.tuning import SEEDS, VALIDATION, Plan, Tuned, figures, finite, score
 
 GRID = "a setting or option and the values to try, e.g. lr=0.01,0.1; once for each axis of the grid"
 RANDOM = "try only so many points of the grid, drawn at random"
@@ -60,7 +61,7 @@ def tune(
         halving=halving,
     )
     first = plan.trials[0].config
-    check(first, data.load(first.dataset, first.data_dir))
+    check(first, chosen_data(first))
     folder = out_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-tune-{first.method}"
     store = Store(files.folder(folder))
     status = 0
@@ -72,18 +73,23 @@ def tune(
         return ended != 130
 
     try:
-        tuned = plan.carry_out(run, lambda each: accuracy(store, each))
+        tuned = plan.carry_out(run, lambda each: score(store, each))
     except KeyboardInterrupt:
         if out_dir is None:  # otherwise it has been said
             hint(folder, out_dir)
         return 130
     files.write(folder / "best.toml", tuned.to_toml())
-    picture = draw(tuned, folder / "accuracy.png")
+    picture = draw(tuned, folder / f"{tuned.metric.key}.png")
     for name in tuned.edges:
         words = f"the best {name}, {tuned.best.settings[name]}, lies on the edge of the grid; try values beyond it"
         err.print(words, style="yellow", markup=False, highlight=False, soft_wrap=True)
     if as_json:
-        told = {"best": tuned.best.settings, "accuracy": tuned.best.mean, "edges": tuned.edges, "trials": tuned.rows()}
+        told = {
+            "best": tuned.best.settings,
+            tuned.metric.key: finite(tuned.best.mean),
+            "edges": tuned.edges,
+            "trials": tuned.rows(),
+        }
         files_made = {"command": tuned.command, "toml": str(folder / "best.toml"), "plot": picture and str(picture)}
         sys.stdout.write(json.dumps(told | files_made) + "\n")
         return status
@@ -149,9 +155,9 @@ def table(tuned: Tuned) -> Table:
     seeds = ", ".join(map(str, tuned.plan.seeds))
     about = task(tuned.best.config).replace(f"seed {tuned.best.config.seed}", f"seeds {seeds}")
     made = Table(title=f"{tuned.best.config.method} on {about}", title_justify="left")
-    for name in (*tuned.plan.axes, "accuracy", "deviation", "rounds"):
+    for name in (*tuned.plan.axes, tuned.metric.label, "deviation", "rounds"):
         made.add_column(name, justify="right", no_wrap=True)
     for place, row in enumerate(tuned.rows()):
         style = "bold green" if place == 0 else "dim" if place >= len(tuned.trials) else None
-        made.add_row(*(str(row[name]) for name in tuned.plan.axes), *figures(row), style=style)
+        made.add_row(*(str(row[name]) for name in tuned.plan.axes), *figures(row, tuned.metric), style=style)
     return made

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from fedagg import seeding
-from fedagg.data import sources
+from fedagg.data import sources, targets
+from fedagg.data.arrays import Array, kind_of, samples_of
+from fedagg.data.mapped import on_disk
 from fedagg.data.sources import Where, fetch, verify, where
 from fedagg.errors import SettingError
 from fedagg.registry import Registry
+from fedagg.tasks import LEAST_VARIANCE
 
-__all__ = ["REGISTRY", "Dataset", "fetch", "load", "names", "register", "verify", "where"]
+__all__ = ["REGISTRY", "Dataset", "fetch", "is_path", "load", "names", "register", "verify", "where"]
 
-Array = torch.Tensor | np.ndarray[Any, Any]
-
-
-MOST_CLASSES = 1_000_000  # labels beyond this are names or numbers of another kind
+FILES = (".csv", ".npy", ".npz", ".parquet")
+AT_ONCE = 10_000  # samples that are made float64 at a time
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class Dataset:
     """Training and test samples, checked once here so that training never meets a wrong one.
 
-    Floating x becomes float32, uint8 x (images) float32 in [0, 1], other integers (token ids) int64; y becomes int64.
-    `classes` defaults to the largest label plus one. Inputs are never changed, and not copied where they need no
-    conversion.
+    Floating x becomes float32, uint8 x (images) float32 in [0, 1], other integers (token ids) int64. What y is to be depends on the
+    task: one label a sample, (N,), is classification; numbers that are not whole, (N,) or (N, k), are regression; a matrix of 0 and
+    1, (N, k), is multilabel; a label a token, (N, T), is tokens, with -100 for padding. `task` says which where y does not tell.
+    `classes` is the number of outputs that this takes: classes (by default the largest label plus one), quantities, labels, or
+    tokens that there are. Inputs are never changed, and not copied where they need no conversion. `users` says whose each training
+    sample is, for the partition `user`; `labels` are the names of the classes. `Dataset.of` makes one of tables, files and other
+    libraries' data sets.
     """
 
     x_train: torch.Tensor
@@ -38,6 +45,9 @@ class Dataset:
     y_test: torch.Tensor
     name: str
     classes: int
+    task: str
+    users: np.ndarray[Any, Any] | None
+    labels: tuple[str, ...] | None
     scale: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False)  # mean and deviation, once standardised
     _loaded: list[int] | None = field(default=None, init=False)  # the state of its tensors when `load` made it
 
@@ -49,32 +59,52 @@ class Dataset:
         y_test: Array,
         name: str = "custom",
         classes: int | None = None,
+        task: str | None = None,
+        users: Any = None,
+        labels: Sequence[str] | None = None,
     ) -> None:
-        if (kinds := (_kind("x_train", x_train), _kind("x_test", x_test)))[0] != kinds[1]:
+        if (kinds := (kind_of("x_train", x_train), kind_of("x_test", x_test)))[0] != kinds[1]:
             raise SettingError("x_test", kinds[1], f"x_train holds {kinds[0]}; give both the same type")
-        tensors = {
-            "x_train": _samples("x_train", x_train),
-            "y_train": _labels("y_train", y_train),
-            "x_test": _samples("x_test", x_test),
-            "y_test": _labels("y_test", y_test),
-        }
+        task = targets.understood(task, x_train, y_train, y_test)
+        stays: Any = on_disk(x_train)
+        x = {"x_train": stays or samples_of("x_train", x_train), "x_test": samples_of("x_test", x_test)}
+        y = targets.read(task, y_train, y_test)
         for part in ("train", "test"):
-            x, y = tensors[f"x_{part}"], tensors[f"y_{part}"]
-            if len(x) != len(y):
-                raise SettingError(f"y_{part}", f"{len(y)} labels", f"x_{part} has {len(x)} samples; the two must agree")
-        if (found := tensors["x_test"].shape[1:]) != (shape := tensors["x_train"].shape[1:]):
+            if (here := len(x[f"x_{part}"])) != (there := len(y[f"y_{part}"])):
+                raise SettingError(f"y_{part}", f"{there} labels", f"x_{part} has {here} samples; the two must agree")
+        if (found := x["x_test"].shape[1:]) != (shape := x["x_train"].shape[1:]):
             raise SettingError("x_test", tuple(found), f"samples must have the shape of x_train's, {tuple(shape)}")
-        if classes is None:
-            classes = 1 + int(max(tensors["y_train"].max(), tensors["y_test"].max()))
-            if classes > MOST_CLASSES:
-                fix = f"would make {classes} classes; number labels anew (np.unique(y, return_inverse=True)), or give classes"
-                raise SettingError("labels", classes - 1, fix)
-        elif isinstance(classes, bool) or not isinstance(classes, int | np.integer) or classes < 1:
-            raise SettingError("classes", classes, "must be a whole number from 1 up, or None to count the labels")
-        for key in ("y_train", "y_test"):
-            _check_range(key, tensors[key], int(classes))
-        for key, value in {**tensors, "name": name, "classes": int(classes)}.items():
+        count = targets.outputs(task, y, x["x_train"], classes)
+        people = {"users": None if users is None else owners(users, len(x["x_train"])), "labels": called(labels, count)}
+        for key, value in {**x, **y, "name": name, "classes": count, "task": task, **people}.items():
             object.__setattr__(self, key, value)
+
+    @classmethod
+    def of(cls, source: Any, **options: Any) -> Dataset:
+        """Data as you have them: arrays, tensors, a pandas frame, a torch or Hugging Face data set, a file or a folder.
+
+        Args:
+            source: (x, y), (x, y, x_test, y_test) or (training, test) of anything below; a frame or another table; a torch
+                Dataset or DataLoader; a Hugging Face Dataset or DatasetDict; the path of a CSV, Parquet, NPZ or NPY file, or of a
+                folder of images by class; or a Dataset, which is returned as it is.
+            options: `target`, `features` and `user` name columns of a table; `test` is the share held out where there is no test
+                part (0.2), or the test part itself; `name`, `classes` and `task` are those of the Dataset; samples in files
+                that would take more than `memory` GiB (half of the machine's) stay on the disk.
+        """
+        from fedagg.data import of
+
+        return of.dataset(source, **options)
+
+    def of_task(self, task: str | None) -> Dataset:
+        """The same samples with their targets understood as those of another task."""
+        if task in (None, self.task):
+            return self
+        return Dataset(self.x_train, self.y_train, self.x_test, self.y_test, self.name, task=task, users=self.users)
+
+    def changed(self, **parts: Any) -> Dataset:
+        """The same task with other samples."""
+        kept = ("x_train", "y_train", "x_test", "y_test", "name", "classes", "task", "users", "labels")
+        return Dataset(**({key: getattr(self, key) for key in kept} | parts))
 
     @property
     def untouched(self) -> bool:
@@ -94,21 +124,31 @@ class Dataset:
         return len(self.x_train)
 
     def __repr__(self) -> str:
-        return f"Dataset({self.name!r}, train={len(self)}, test={len(self.x_test)}, shape={self.shape}, classes={self.classes})"
+        kind = "" if self.task == "classification" else f", task={self.task!r}"
+        what = "outputs" if self.task == "regression" else "labels" if self.task == "multilabel" else "classes"
+        sizes = f"train={len(self)}, test={len(self.x_test)}, shape={self.shape}"
+        people = "" if self.users is None else f", users={len(np.unique(self.users))}"
+        return f"Dataset({self.name!r}, {sizes}{kind}, {what}={self.classes}{people})"
 
     def normalized(self) -> Dataset:
         """The same samples standardised with the training set's mean and deviation.
 
-        Per channel (the first axis) for image-shaped samples, over everything for flat ones. The test set is
-        standardised by the training set's numbers, so it tells nothing about itself. A constant channel becomes 0.
+        Per channel (the first axis) for image-shaped samples, every feature by itself for rows, over everything for what lies
+        between. The test set is standardised by the training set's numbers, so it tells nothing about itself. What is constant
+        becomes 0.
         """
         if not self.x_train.is_floating_point():
             raise SettingError("x_train", "integers", "token ids cannot be normalised; use them as they are")
-        axes = [axis for axis in range(self.x_train.ndim) if axis != 1 or len(self.shape) < 3]
-        std, mean = torch.std_mean(self.x_train, dim=axes, correction=0, keepdim=True)
-        std = torch.where(std > 0, std, torch.ones_like(std))
-        x_train, x_test = (torch.sub(x, mean).div_(std) for x in (self.x_train, self.x_test))
-        made = Dataset(x_train, self.y_train, x_test, self.y_test, self.name, self.classes)
+        if on_disk(self.x_train) is not None:
+            words = "the samples stay on the disk and are used as they are: standardise the file, or raise data_memory"
+            raise SettingError("normalize", True, words)
+        if len(self.shape) == 1:
+            mean, std = standard(*pooled([self.x_train]))
+        else:
+            axes = [axis for axis in range(self.x_train.ndim) if axis != 1 or len(self.shape) < 3]
+            std, mean = torch.std_mean(self.x_train, dim=axes, correction=0, keepdim=True)
+            std = torch.where(std > 0, std, torch.ones_like(std))
+        made = self.changed(**{key: torch.sub(getattr(self, key), mean).div_(std) for key in ("x_train", "x_test")})
         object.__setattr__(made, "scale", (mean, std))
         return made
 
@@ -123,7 +163,33 @@ class Dataset:
         order = torch.randperm(len(self), generator=seeding.torch_generator(seed, "validation"))
         held, rest = order[:count].sort().values, order[count:].sort().values
         x, y = self.x_train, self.y_train
-        return Dataset(x[rest], y[rest], x[held], y[held], self.name, self.classes)
+        stays = on_disk(x)
+        kept, tested = (x[rest], x[held]) if stays is None else (stays.rows(rest), stays.raw(held.numpy()))
+        users = None if self.users is None else self.users[rest.numpy()]
+        return self.changed(x_train=kept, y_train=y[rest], x_test=tested, y_test=y[held], users=users)
+
+
+Sums = tuple[torch.Tensor, torch.Tensor, int]  # of samples, of their squares, and how many they are
+
+
+def pooled(clients: Iterable[torch.Tensor]) -> Sums:
+    """The sums that standardising takes, added over clients: none has to show a sample. In float64, for differences of large sums
+    are to be told from nothing."""
+    total = squares = torch.zeros((), dtype=torch.float64)
+    count = 0
+    for x in clients:
+        for part in x.split(AT_ONCE):
+            wide = part.double()
+            total, squares, count = total + wide.sum(0), squares + wide.square().sum(0), count + len(part)
+    return total, squares, count
+
+
+def standard(total: torch.Tensor, squares: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and deviation from such sums, in float32; the deviation of what is constant is 1."""
+    mean = total / count
+    variance = squares / count - mean.square()
+    constant = variance <= LEAST_VARIANCE * mean.square()
+    return mean.float(), torch.where(constant, 1.0, variance.clamp_min(0).sqrt()).float()
 
 
 # Data sets of others, by functions that make them; those of the package are in `sources`.
@@ -136,98 +202,58 @@ def names() -> list[str]:
     return [*sources.names(), *REGISTRY]
 
 
-def load(name: str, data_dir: Where = None, download: bool = True) -> Dataset:
-    """A named dataset, with images as float32 in [0, 1]; fetched first where it is missing and `download` allows."""
-    if name not in sources.SOURCES and REGISTRY.has(name):
+def load(
+    name: str,
+    data_dir: Where = None,
+    download: bool = True,
+    target: str | None = None,
+    user: str | None = None,
+    task: str | None = None,
+    memory: float | None = None,
+) -> Dataset:
+    """A named dataset, with images as float32 in [0, 1]; fetched first where it is missing and `download` allows. Or a file or
+    folder by its path, where `target` and `user` name columns, and arrays of more than `memory` GiB stay on the disk."""
+    if is_path(name):
+        made = Dataset.of(name, target=target, user=user, task=task, name=name, memory=memory)
+    elif name not in sources.SOURCES and REGISTRY.has(name):
         own = REGISTRY.find(name)()
         if not isinstance(own, Dataset):
             raise SettingError("dataset", name, f"its function returned a {type(own).__name__}; return a fedagg.Dataset")
-        made = Dataset(own.x_train, own.y_train, own.x_test, own.y_test, name, own.classes)
+        made = own.changed(name=name)
     else:
-        train, test = sources.read(name, data_dir, download)
-        made = Dataset(*train, *test, name=name, classes=sources.SOURCES[name].classes)
+        found = sources.read(name, data_dir, download)
+        parts = (found.x_train, found.y_train, found.x_test, found.y_test)
+        made = Dataset(*parts, name, sources.SOURCES[name].classes, users=found.users, labels=found.labels)
     object.__setattr__(made, "_loaded", made._versions())
     return made
 
 
-def _kind(key: str, value: Array) -> str:
-    """How x is to be understood; training and test samples must agree, or one would be scaled and the other not."""
-    if not isinstance(value, torch.Tensor | np.ndarray):
-        raise SettingError(
-            key, type(value).__name__, "give a torch tensor or a numpy array; np.asarray makes one of lists and tables"
-        )
-    if np.ma.is_masked(value):
-        raise SettingError(key, "masked array", "some of its numbers are masked; drop these samples, or give x.filled(...)")
-    if isinstance(value, torch.Tensor) and (value.is_meta or value.layout != torch.strided):
-        form = "meta" if value.is_meta else str(value.layout)[6:]
-        raise SettingError(key, f"{form} tensor", "give a tensor with all its numbers; x.to_dense() makes one of a sparse one")
-    if value.dtype in (torch.uint8, np.uint8):
-        return "uint8"
-    if isinstance(value, torch.Tensor):
-        letter = "f" if value.dtype.is_floating_point else "c" if value.dtype.is_complex else "i"
-        letter = "b" if value.dtype == torch.bool else letter
-    else:
-        letter = value.dtype.kind
-    if letter not in "biuf":
-        fix = "; x.astype('float32') makes them of text or objects that hold some" if letter in "OSU" else ""
-        raise SettingError(key, str(value.dtype), f"give real numbers{fix}")
-    return "integers" if letter in "iu" else "floating"
+def names_users(name: str) -> bool:
+    """Does the named set of the package say whose each training sample is?"""
+    return name in sources.SOURCES and sources.SOURCES[name].users
 
 
-def _tensor(value: Array, dtype: torch.dtype) -> torch.Tensor:
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", dtype)
-    wanted = {torch.float32: np.float32, torch.float64: np.float64, torch.int64: np.int64}[dtype]
-    with np.errstate(over="ignore"):  # what overflows becomes infinite and is refused as such
-        return torch.from_numpy(np.require(value, wanted, ["C", "W"]))
+def is_path(name: str) -> bool:
+    """Is this a file or a folder, and not the name of a set?"""
+    return Path(name).suffix.lower() in FILES or "/" in name or os.sep in name
 
 
-def _samples(key: str, value: Array) -> torch.Tensor:
-    kind = _kind(key, value)
-    if value.ndim < 2 or 0 in value.shape:
-        fix = "; give x.reshape(-1, 1) where a sample is one number" if value.ndim == 1 and len(value) else ""
-        raise SettingError(key, tuple(value.shape), f"must have the shape (samples, ...) with none of them 0{fix}")
-    if kind == "integers":
-        return _whole(key, value)
-    x = _tensor(value, torch.float32)
-    if kind == "uint8":
-        return x.div_(255)  # the conversion has already made a copy
-    low, high = torch.aminmax(x)
-    if not bool(torch.isfinite(low) & torch.isfinite(high)):
-        at = int((~torch.isfinite(x)).flatten(1).any(1).nonzero()[0])
-        bad = x[at][~torch.isfinite(x[at])]
-        raise SettingError(f"{key}[{at}]", float(bad[0]), "every number must be finite in float32; drop or mend it")
-    return x
+def owners(given: Any, samples: int) -> np.ndarray[Any, Any]:
+    """Whose each sample is: whole numbers or words."""
+    users = np.asarray(given)
+    if users.dtype == object:
+        users = np.array([str(user) for user in users.reshape(-1)]).reshape(users.shape)
+    if users.shape != (samples,) or users.dtype.kind not in "iuUSb":
+        words = f"give a whole number or a word for each of the {samples} training samples"
+        raise SettingError("users", f"{users.dtype} {users.shape}", words)
+    return users
 
 
-def _labels(key: str, value: Array) -> torch.Tensor:
-    if isinstance(value, np.ndarray) and value.dtype.kind in "OSU":
-        words = "labels are numbers; number names with np.unique(y, return_inverse=True), training and test together"
-        raise SettingError(key, str(value.dtype), words)
-    kind = _kind(key, value)
-    if value.ndim != 1 or len(value) == 0:
-        fix = "; take y.argmax(1) of rows with a 1 for the class, y.ravel() of a column" if value.ndim == 2 else ""
-        raise SettingError(key, tuple(value.shape), f"must be one label per sample, with at least one sample{fix}")
-    if kind == "floating":
-        whole = _tensor(value, torch.float64)
-        wrong = ((whole != whole.trunc()) | (whole.abs() > 2**53)).nonzero()  # NaN differs from itself
-        if len(wrong):
-            at = int(wrong[0])
-            raise SettingError(f"{key}[{at}]", float(whole[at]), "labels must be whole numbers from 0 up: classes, not quantities")
-    return _whole(key, value)
-
-
-def _whole(key: str, value: Array) -> torch.Tensor:
-    """Whole numbers; those of 64 bits without a sign may be beyond what int64 holds, and would come out below zero."""
-    made = _tensor(value, torch.int64)
-    if value.dtype in (torch.uint64, np.uint64) and bool((made < 0).any()):
-        raise SettingError(key, str(value.dtype), "holds numbers of 2**63 and more; number tokens anew, from 0 up")
-    return made
-
-
-def _check_range(key: str, y: torch.Tensor, classes: int) -> None:
-    wrong = ((y < 0) | (y >= classes)).nonzero()
-    if len(wrong):
-        at = int(wrong[0])
-        fix = f"labels must be from 0 to {classes - 1}" if y[at] >= 0 else "labels must be from 0 up"
-        raise SettingError(f"{key}[{at}]", int(y[at]), fix)
+def called(given: Sequence[str] | None, classes: int) -> tuple[str, ...] | None:
+    """What the classes are called, each of them."""
+    if given is None:
+        return None
+    names = tuple(str(name) for name in given)
+    if len(names) != classes:
+        raise SettingError("labels", f"{len(names)} names", f"there are {classes} classes; name each of them")
+    return names

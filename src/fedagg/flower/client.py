@@ -109,8 +109,8 @@ def client_app(
         if node.tests and not quiet:
             at = messages.read_model(messages.one(message.content.array_records), Layout(module))
             setting = setting_of(module, node, ClientOptions(epochs=1, batch_size=1), context, loss)
-            error, accuracy = Evaluator(setting, node.data.x_test, node.data.y_test)(at.to(setting.device))
-            record = MetricRecord({"num-examples": len(node.data.y_test), "loss": error, "accuracy": accuracy})
+            scores = Evaluator(setting, node.data.x_test, node.data.y_test)(at.to(setting.device))
+            record = MetricRecord({"num-examples": len(node.data.y_test), **scores})
         return Message(RecordDict({"metrics": record}), reply_to=message)
 
     return app
@@ -153,6 +153,8 @@ def setting_of(
     module: nn.Module, node: NodeData, local: ClientOptions, context: Context, loss: Loss, head: str | None = None
 ) -> Setting:
     """`head` is the layer whose input the work asks to represent by class, if it does."""
+    if node.data.task != "classification":
+        raise SettingError("data(context)", node.data.task, "nodes learn class labels so far; other tasks are for fedagg.run")
     device = pick_device(str(context.node_config.get("device", "auto")))
     classes = node.data.classes if head is None else told_apart(module, head, node)
     return Setting(module, node.data.x_train, node.data.y_train, classes, local, device, loss)

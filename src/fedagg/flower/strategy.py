@@ -48,7 +48,10 @@ NEVER = (-1, -1)
 FIGURES = "metrics.prom"  # for Prometheus, after every round
 LEDGER = "ledger.jsonl"  # the run's own account of noisy sums
 # Settings of the configuration that nothing here would heed.
-SIMULATED = ("normalize", "validation", "dropout_rate", "straggler_rate", "corrupt_rate", "flip_rate")
+SIMULATED = (
+    *("task", "metric", "normalize", "validation", "per_client", "client_test", "personal"),
+    *("dropout_rate", "straggler_rate", "corrupt_rate", "flip_rate"),
+)
 MOST_VEILED = 1024  # more would run over the modulus of SecAgg+
 GREETING = 120.0  # seconds at least that a node has to say who it is: nobody waits for it
 LATE, GONE = "no answer in time", "left during the round"

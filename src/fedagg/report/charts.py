@@ -9,7 +9,7 @@ from typing import Any
 from fedagg import federation, runs
 from fedagg.errors import FedaggError
 from fedagg.report.content import FIGURES, PROGRESS, Column, Content, Entry, Group, Series
-from fedagg.reproduce.running import dataset
+from fedagg.reproduce.running import data_of
 from fedagg.runs import Run
 
 MOST_CLIENTS = 200  # rows of a heat map: more cannot be told apart on a screen
@@ -18,27 +18,26 @@ MOST_MAPS = 12  # rate maps and partitions in one page
 
 def build(content: Content) -> dict[str, Any]:
     """Everything that the page's script draws."""
-    configs = [trial.config for trial in content.trials]
-    names = {
-        "accuracy": f"{runs.measured('accuracy', configs)} (%)",
-        "loss": runs.measured("loss", configs),
-        "train_loss": "training loss",
-        "drift": "mean distance a client moved",
-        "rate": "mean learning rate",
-    }
     return {
-        "names": names,
         "progress": {key: label for key, (label, _) in PROGRESS.items()},
-        "groups": [group(each, names) for each in content.groups],
+        "groups": [group(each) for each in content.groups],
         "rates": [rates(run) for run in adaptive_first(t.run for t in content.trials if t.run is not None)][:MOST_MAPS],
         "partitions": partitions(content.trials),
     }
 
 
-def group(each: Group, names: dict[str, str]) -> dict[str, Any]:
+def group(each: Group) -> dict[str, Any]:
+    configs, metric = [trial.config for trial in each.trials], each.metric
+    names = {
+        "accuracy": f"{runs.measured(metric.label, configs)}{metric.unit}",
+        "loss": runs.measured("loss", configs),
+        "train_loss": "training loss",
+        "drift": "mean distance a client moved",
+        "rate": "mean learning rate",
+    }
     lines = [series(one) for one in each.series.values()]
     texts = {figure: describe(label, figure, lines) for figure, label in names.items()}
-    return {"name": each.name, "series": lines, "texts": texts}
+    return {"name": each.name, "names": names, "series": lines, "texts": texts}
 
 
 def series(one: Series) -> dict[str, Any]:
@@ -46,7 +45,7 @@ def series(one: Series) -> dict[str, Any]:
     found: dict[str, Any] = {"name": one.name, "seeds": len(one.trials), "progress": progress}
     for figure in FIGURES:
         mean, spread = one.curve(figure)
-        scale = 100.0 if figure == "accuracy" else 1.0
+        scale = one.trials[0].metric.scale if figure == "accuracy" else 1.0
         found[figure] = scaled(mean, scale)
         found[f"{figure}_std"] = scaled(spread, scale)
     return found
@@ -139,7 +138,9 @@ def partitions(trials: Sequence[Entry]) -> list[dict[str, Any]]:
         if key in found or len(found) == MOST_MAPS:
             continue
         try:
-            given = dataset(c.dataset, c.data_dir).held_back(c.validation, c.seed)
+            given = data_of(c).of_task(c.task).held_back(c.validation, c.seed)
+            if given.task != "classification":
+                continue
             counts = label_counts(given.y_train.numpy(), federation.deal(c, given), given.classes)
         except FedaggError:
             continue  # data or split given from Python, or not on this machine

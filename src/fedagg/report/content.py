@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -16,6 +16,7 @@ from fedagg import checkpoint, runs
 from fedagg.checks import name_of
 from fedagg.config import Config, make
 from fedagg.errors import SettingError
+from fedagg.measure import ACCURACY, CLIENTS, Measure
 from fedagg.reproduce.formats import name as method_name
 from fedagg.reproduce.results import Measured, Store
 from fedagg.runs import Run
@@ -44,6 +45,8 @@ class Entry:
     loss: float
     environment: dict[str, Any]
     run: Run | None = None
+    metric: Measure = ACCURACY  # what the run is judged by; its figures are kept under the name of accuracy
+    by_client: dict[str, float] = field(default_factory=dict)  # how clients fared in the end, where that was asked for
 
     @property
     def name(self) -> str:
@@ -104,6 +107,15 @@ class Group:
 
     name: str
     series: dict[str, Series] = field(default_factory=dict)
+
+    @property
+    def trials(self) -> list[Entry]:
+        return [trial for one in self.series.values() for trial in one.trials]
+
+    @property
+    def metric(self) -> Measure:
+        """The same for all runs of a setting."""
+        return self.trials[0].metric
 
 
 @dataclass
@@ -174,7 +186,7 @@ def grouped(trials: Sequence[Entry]) -> list[Group]:
 def settings(trials: Sequence[Entry]) -> list[str]:
     """Each trial's setting. Where runs were given different things from Python under the same words, the folder of the first
     run with each tells them apart."""
-    kinds = [(setting(trial.config), given(trial)) for trial in trials]
+    kinds = [(setting(trial), given(trial)) for trial in trials]
     first: dict[tuple[str, str], Entry] = {}
     for kind, trial in zip(kinds, trials, strict=True):
         first.setdefault(kind, trial)
@@ -184,8 +196,10 @@ def settings(trials: Sequence[Entry]) -> list[str]:
     return [f"{kind[0]}, as in {tail[kind]}" if kind in tail else kind[0] for kind in kinds]
 
 
-def setting(config: Config) -> str:
-    return ", ".join(filter(None, runs.task(config).values()))
+def setting(trial: Entry) -> str:
+    """In words; runs that are judged by different figures are never in the same."""
+    judged = "" if trial.metric.key == ACCURACY.key or trial.config.metric else f"judged by {trial.metric.label}"
+    return ", ".join(filter(None, (*runs.task(trial.config).values(), judged)))
 
 
 def given(trial: Entry) -> str:
@@ -201,16 +215,18 @@ def given(trial: Entry) -> str:
 
 
 def from_cell(cell: Measured) -> Entry:
-    names = ("accuracy", "loss", "train_loss", "drift", "rate", "samples", "bytes_up", "bytes_down", "seconds")
-    columns = {name: cell.column(name) for name in names}
+    names = ("loss", "train_loss", "drift", "rate", "samples", "bytes_up", "bytes_down", "seconds")
+    columns = {"accuracy": cell.column(cell.measure.key)} | {name: cell.column(name) for name in names}
     columns["drift_max"] = [None] * cell.rounds
     known = make(cell.config, recorded=True)
-    return Entry(known, cell.rounds, columns, cell.accuracy, cell.best_accuracy, cell.loss, cell.environment)
+    figures = (cell.score, cell.best, cell.loss)
+    return Entry(known, cell.rounds, columns, *figures, cell.environment, None, cell.measure, fared(cell.figures))
 
 
 def from_run(run: Run) -> Entry:
-    names = ("accuracy", "loss", "train_loss", "drift", "drift_max", "samples", "bytes_up", "bytes_down", "seconds")
+    names = ("loss", "train_loss", "drift", "drift_max", "samples", "bytes_up", "bytes_down", "seconds")
     columns: dict[str, Column] = {name: [row.get(name) for row in run.history] for name in names}
+    columns["accuracy"] = [row.get(run.metric.key) for row in run.history]
     columns["rate"] = [mean(row.get("rate_mean")) for row in run.history]
     scored = [value for value in columns["accuracy"] if value is not None]
     losses = [value for value in columns["loss"] if value is not None]
@@ -219,11 +235,17 @@ def from_run(run: Run) -> Entry:
         len(run.history),
         columns,
         scored[-1] if scored else math.nan,
-        max(scored, default=math.nan),
+        run.metric.best(scored),
         losses[-1] if losses else math.nan,
         run.environment,
         run,
+        run.metric,
+        fared(next((row for row in reversed(run.history) if "client_mean" in row), {})),
     )
+
+
+def fared(figures: Mapping[str, Any]) -> dict[str, float]:
+    return {key: figures[key] for key in CLIENTS.values() if figures.get(key) is not None}
 
 
 def mean(values: list[float] | None) -> float | None:

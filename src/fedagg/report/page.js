@@ -81,7 +81,7 @@
   function drawCurves() {
     const group = data.groups[Number(chosen("group"))];
     const by = chosen("progress");
-    for (const [figure, label] of Object.entries(data.names)) {
+    for (const [figure, label] of Object.entries(group.names)) {
       draw("chart-" + figure, lines(group, figure, by), layout(data.progress[by], label), group.texts[figure]);
     }
   }

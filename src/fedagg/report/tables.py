@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
+from fedagg.measure import CLIENTS
 from fedagg.report.content import Content, Group, Series
 from fedagg.reproduce import formats, grid, table
 from fedagg.reproduce.results import Store
@@ -25,14 +26,19 @@ def results(content: Content) -> str:
 
 
 def methods(group: Group) -> str:
-    heads = ["method", "accuracy (%)", "best (%)", "loss", "samples", "MB sent", "seconds", "seeds"]
+    metric = group.metric
+    by_client = {name: key for name, key in CLIENTS.items() if any(key in trial.by_client for trial in group.trials)}
+    judged = [f"{name}{metric.unit}" for name in (metric.label, "best", *by_client)]
+    heads = ["method", *judged, "loss", "samples", "MB sent", "seconds", "seeds"]
     ends = {name: one.mean(t.accuracy for t in one.trials)[0] for name, one in group.series.items() if one.finished}
-    top = max((value for value in ends.values() if value is not None), default=None)
+    top = metric.best(value for value in ends.values() if value is not None)
+    scale, digits = metric.scale, 2 if metric.percent else 4
     rows = [
         [
             plain(name),
-            spread(one, [100 * t.accuracy for t in one.trials], bold=name in ends and ends[name] == top),
-            spread(one, [100 * t.best for t in one.trials]),
+            spread(one, [scale * t.accuracy for t in one.trials], digits, bold=name in ends and ends[name] == top),
+            spread(one, [scale * t.best for t in one.trials], digits),
+            *(spread(one, [scale * t.by_client.get(key, math.nan) for t in one.trials], digits) for key in by_client.values()),
             spread(one, [t.loss for t in one.trials], digits=4),
             amount(one, "work", "{:,.0f}"),
             amount(one, "bytes", "{:,.1f}", 1e-6),

@@ -15,9 +15,10 @@ from typing import Any
 from fedagg import files
 from fedagg.config import NO_BEARING, Config, options_of
 from fedagg.errors import FedaggError, first_line
+from fedagg.measure import ACCURACY, Measure, told
 from fedagg.result import Result
 
-COLUMNS = ("accuracy", "loss", "train_loss", "drift", "passes", "samples", "bytes_up", "bytes_down", "seconds")
+COLUMNS = ("loss", "train_loss", "drift", "passes", "samples", "bytes_up", "bytes_down", "seconds")
 
 
 @dataclass(frozen=True)
@@ -25,14 +26,19 @@ class Measured:
     """A finished cell. `curve` has one list a column; a value that is the same in every round is kept once."""
 
     config: dict[str, Any]
-    accuracy: float
-    best_accuracy: float
+    score: float
+    best: float
     loss: float
     seconds: float
     rounds: int
     figures: dict[str, float]
     curve: dict[str, Any]
     environment: dict[str, Any]
+    measure: Measure = ACCURACY  # what score and best are of
+
+    @property
+    def accuracy(self) -> float:
+        return self.score
 
     def column(self, name: str) -> list[float | None]:
         values = self.curve.get(name)
@@ -56,7 +62,7 @@ def key(config: Config) -> str:
     digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:10]
     split = f"{config.partition}{config.sigma:g}" if config.partition.startswith("dirichlet") else config.partition
     share = f"p{100 * config.participation:g}"
-    return f"{config.dataset}_{config.model}_{split}_{share}_{config.method}_seed{config.seed}_{digest}"
+    return f"{config.data_name}_{config.model}_{split}_{share}_{config.method}_seed{config.seed}_{digest}"
 
 
 class Store:
@@ -68,7 +74,7 @@ class Store:
         self.take_over()
 
     def path(self, config: Config) -> Path:
-        return self.folder / f"{config.dataset}_{config.model}.jsonl"
+        return self.folder / f"{config.data_name}_{config.model}.jsonl"
 
     def partial(self, config: Config) -> Path:
         """The run folder of a cell that is not finished; it is removed when the cell is."""
@@ -135,11 +141,13 @@ class Store:
 
 
 def describe(result: Result, environment: dict[str, Any]) -> dict[str, Any]:
-    curve = {name: compact([number(row.get(name)) for row in result.history]) for name in COLUMNS}
+    metric = result.metric
+    curve = {name: compact([number(row.get(name)) for row in result.history]) for name in (metric.key, *COLUMNS)}
     curve["rate"] = compact([number(mean(row.get("rate_mean"))) for row in result.history])
     return {
-        "accuracy": number(result.accuracy),
-        "best_accuracy": number(result.best_accuracy),
+        **({} if metric == ACCURACY else {"metric": metric.facts()}),
+        metric.key: number(result.score),
+        f"best_{metric.key}": number(result.best),
         "loss": number(result.loss),
         "seconds": round(result.seconds, 2),
         "rounds": len(result.history),
@@ -163,7 +171,11 @@ def split(path: Path, text: str) -> dict[str, Any]:
 
 def measured(path: Path, name: str, cell: dict[str, Any]) -> Measured:
     try:
-        return Measured(**{**cell, "loss": math.nan if cell["loss"] is None else cell["loss"]})
+        measure = told(cell.get("metric"))
+        figures = {"score": cell[measure.key], "best": cell[f"best_{measure.key}"], "loss": cell["loss"]}
+        known: dict[str, Any] = {name: math.nan if value is None else value for name, value in figures.items()}
+        rest = {name: value for name, value in cell.items() if name not in (measure.key, f"best_{measure.key}", "loss", "metric")}
+        return Measured(**rest, **known, measure=measure)
     except (TypeError, KeyError) as error:
         raise FedaggError(f"{path}: {name} is not a result of fedagg ({error}); delete its line, and it runs again") from None
 

@@ -66,7 +66,7 @@ class CellResult:
     cell: Cell
     status: Literal["done", "failed", "stopped", "no data"]
     seconds: float = 0.0
-    accuracy: float | None = None
+    figure: str | None = None  # what it came to, in words
     message: str = ""
 
 
@@ -171,7 +171,7 @@ def run_cell(cell: Cell, store: Store, stop: Stop, watch: Sequence[Callback] = (
             return CellResult(cell, "stopped", time.perf_counter() - clock)
         store.put(result, json.loads((folder / "environment.json").read_text(encoding="utf-8")))
         store.forget(cell.config)
-        return CellResult(cell, "done", time.perf_counter() - clock, result.accuracy)
+        return CellResult(cell, "done", time.perf_counter() - clock, result.metric.shown(result.score))
     except DataError as error:
         return CellResult(cell, "no data", message=str(error))
     except Exception as error:  # whatever it was, the other cells shall run
@@ -188,7 +188,7 @@ def run_cell(cell: Cell, store: Store, stop: Stop, watch: Sequence[Callback] = (
 
 def train(config: Config, folder: Path, callbacks: Sequence[Callback]) -> Result:
     plugins.load(config.plugin)  # a process of its own does not have them
-    given = dataset(config.dataset, config.data_dir)
+    given = data_of(config)
     if (folder / "config.toml").exists():
         try:
             return fedagg.run(config, data=given, resume=folder, callbacks=callbacks, progress=False)
@@ -200,14 +200,17 @@ def train(config: Config, folder: Path, callbacks: Sequence[Callback]) -> Result
     return fedagg.run(config, data=given, out=folder, callbacks=callbacks, progress=False)
 
 
-@lru_cache(maxsize=1)
-def dataset(name: str, data_dir: str | None) -> Dataset:
-    return data.load(name, data_dir, download=False)
+def data_of(config: Config) -> Dataset:
+    """The data set that the settings name; the last one is kept."""
+    return dataset(config.dataset, config.data_dir, False, config.target, config.user, config.task, config.data_memory)
+
+
+dataset = lru_cache(maxsize=1)(data.load)
 
 
 def why_missing(name: str, data_dir: str | None) -> str:
     """Nothing when the data is there or can be brought; else why not."""
-    if data.REGISTRY.has(name):  # made by a function, not fetched
+    if data.REGISTRY.has(name) or data.is_path(name):  # made by a function or a file of the user's, not fetched
         return ""
     try:
         data.fetch(name, data_dir)

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedagg import federation, runs
+from fedagg import checks, federation, runs
 from fedagg.config import Config
-from fedagg.data import Dataset, load
+from fedagg.data import Dataset
 from fedagg.engines.threaded import draws
 from fedagg.errors import FedaggWarning, SettingError
+from fedagg.evaluate import held_out
 from fedagg.flat import Layout
 from fedagg.theory import bounds, constants
 from fedagg.theory.bounds import Bound, Constants
@@ -117,15 +118,21 @@ def analyse(
     if not count:
         raise SettingError("run", str(folder), "has no finished round")
     config = repeatable(run.config, count, data_dir)
-    data = (data or load(config.dataset, config.data_dir)).held_back(config.validation, config.seed)
+    data = (data or federation.chosen_data(config)).of_task(config.task).held_back(config.validation, config.seed)
+    if data.task != "classification":
+        raise SettingError(
+            "run", str(folder), f"its task is {data.task}, and the bounds are those of cross-entropy on class labels"
+        )
     seen = data.normalized() if config.normalize else data
-    parts = parts if parts is not None else federation.deal(config, data)
+    parts = checks.indices(parts, data) if parts is not None else federation.deal(config, data)
+    if config.client_test:
+        parts, _ = held_out(parts, config.client_test, config.seed)
     module = model if model is not None else federation.build_model(config, seen)
     objective = Objective(module, seen.x_train, seen.y_train, parts, config.weight_decay)
     affordable(config, objective)
 
     watch = Watch(config.weight_decay)
-    kept = config.changed(validation=0.0)  # what is held back is out of the data by now
+    kept = config.changed(validation=0.0, client_test=0.0)  # what is held back is out of the data by now
     again = federation.run(kept, data=data, model=module, parts=parts, callbacks=[watch], wrap=watch.wrap, progress=False)
     compare(run.history, again.history)
     last = Layout(again.model).pack(again.model).w.double()
