@@ -207,17 +207,21 @@ def test_a_frozen_network_may_be_in_half_precision() -> None:
     class Wide(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = fedagg.lora(base, rank=2)
+            self.inner, self.shift = fedagg.lora(base, rank=2), nn.Parameter(torch.zeros(3))
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x).float()  # type: ignore[no-any-return]
+            return self.inner(x).float() + self.shift  # type: ignore[no-any-return]
 
     model = Wide()
-    assert Layout(model).d == 2 * (4 * LENGTH + 3)
+    assert Layout(model).d == 2 * (4 * LENGTH + 3) + 3
     result = run(model, engine="sequential")
     assert any(not torch.equal(value, model.state_dict()[name]) for name, value in result.model.state_dict().items())
-    assert set(model.state_dict()) == {"inner.network.2.a", "inner.network.2.b"}
-    model.load_state_dict(result.model.state_dict())
+    state = result.model.state_dict()
+    assert set(state) == {"shift", "inner.network.2.a", "inner.network.2.b"}
+    model.load_state_dict(state)
+    for name in list(state):  # what is frozen is not missed, all else is
+        with pytest.raises(RuntimeError, match=name):
+            model.load_state_dict({key: value for key, value in state.items() if key != name})
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,8 @@ class Adapted(nn.Module):
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
-        self.register_state_dict_post_hook(only_trained)
-        self.register_load_state_dict_post_hook(missing_trained)
+        self.register_state_dict_post_hook(only_trained)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(without_frozen)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = self.network(*args, **kwargs)
@@ -83,10 +83,11 @@ def only_trained(module: nn.Module, state: dict[str, Any], prefix: str, metadata
         del state[name]
 
 
-def missing_trained(module: nn.Module, keys: Any) -> None:
-    """Of what is missing in a state that is loaded, only what is trained."""
-    trained = {name for name, parameter in module.named_parameters(remove_duplicate=False) if parameter.requires_grad}
-    keys.missing_keys[:] = [key for key in keys.missing_keys if any(key == name or key.endswith("." + name) for name in trained)]
+def without_frozen(module: nn.Module, keys: Any) -> None:
+    """What is frozen is not missed in a state that is loaded."""
+    every = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    frozen = tuple(name for name, value in every if not value.requires_grad)
+    keys.missing_keys[:] = [key for key in keys.missing_keys if not key.endswith(frozen)]
 
 
 def lora(

@@ -58,7 +58,7 @@ class Linear:
         if x.dim() == 2:  # flat samples, which no layer has put in rows by client yet
             x = x.reshape(len(self.w), -1, x.shape[1])
         if x.dim() == 4:  # positions of a text: as many samples
-            return self.product(x.flatten(1, 2), few=False).unflatten(1, x.shape[1:3])
+            return self.product(x.flatten(1, 2), few=False).reshape(*x.shape[:3], -1)
         return self.product(x)
 
     def product(self, x: Tensor, few: bool = True) -> Tensor:
@@ -77,7 +77,7 @@ class Linear:
 
     def backward(self, dy: Tensor, need: bool) -> Tensor:
         if dy.dim() == 4:
-            return self.backward(dy.flatten(1, 2), need).unflatten(1, dy.shape[1:3])
+            return self.backward(dy.flatten(1, 2), need).reshape(*dy.shape[:3], -1)
         if self.db is not None:
             torch.sum(dy, 1, out=self.db)
         if self.half:

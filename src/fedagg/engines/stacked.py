@@ -117,9 +117,9 @@ class StackedNetwork:
         if isinstance(module, nn.Embedding | Positions):
             return (Embed if isinstance(module, nn.Embedding) else Shift)(w[f"{name}.weight"], g[f"{name}.weight"])
         if isinstance(module, LSTM):
-            names = [[f"{name}.{part}" for part in module.names(layer)] for layer in range(module.layers)]
-            parts = ([[which[part] for part in layer] for layer in names] for which in (w, g))
-            return Recurrent(module, *parts, half=self.setting.half)
+            stack = [[f"{name}.{part}" for part in module.names(layer)] for layer in range(module.layers)]
+            weights, grads = ([[which[part] for part in layer] for layer in stack] for which in (w, g))
+            return Recurrent(module, weights, grads, self.setting.half)
         if isinstance(module, CausalAttention):
             return Attention(module, self.setting.half)
         if isinstance(module, Last):

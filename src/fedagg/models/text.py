@@ -39,7 +39,7 @@ class LSTM(nn.Module):
         return [getattr(self, name) for name in self.names(layer)]
 
     def forward(self, x: Tensor) -> Tensor:
-        if is_functorch_wrapped_tensor(x) or is_functorch_wrapped_tensor(self.weight_ih_l0):
+        if is_functorch_wrapped_tensor(x) or is_functorch_wrapped_tensor(self.weights(0)[0]):
             for layer in range(self.layers):
                 x = cells(x, *self.weights(layer))
             return x
@@ -85,7 +85,7 @@ class CausalAttention(nn.Module):
         q, k, v = x.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, heads, T, E / heads) each
         scores = (q @ k.mT) / math.sqrt(q.shape[-1])
         seen = (scores + later(scores)).softmax(-1)
-        return (seen @ v).transpose(1, 2).flatten(2)
+        return (seen @ v).transpose(1, 2).flatten(2)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}"
@@ -115,7 +115,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(x)
-        return x + self.mlp(x)
+        return x + self.mlp(x)  # type: ignore[no-any-return]
 
 
 def char_lstm(shape: tuple[int], classes: int, *, tokens: bool) -> nn.Sequential:
