@@ -439,7 +439,8 @@ def test_what_is_not_written_out_is_left_alone(what: str) -> None:
         nn.BatchNorm2d(3, track_running_stats=False),
         nn.AvgPool2d(3, padding=1),
         nn.AdaptiveAvgPool2d(2),
-        nn.GELU(),
+        nn.SiLU(),
+        nn.GroupNorm(3, 3, affine=False),
         nn.LazyConv2d(3, 3),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 
 import fedagg
-from fedagg import Dataset, models
+from fedagg import Dataset, federation, models
 from fedagg.engines import Sequential, choose, stacked
 from fedagg.engines.base import Setting
 from fedagg.engines.batched import Batched
@@ -83,6 +84,14 @@ def test_outputs_are_for_the_last_position_or_for_every_one(name: str, tiny: Non
 def test_samples_must_be_rows_of_tokens(name: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(SettingError, match=r"does not fit; it reads rows of token ids, samples of shape \(length,\)"):
         models.build(name, shape, 10)
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_a_run_builds_the_model_for_its_labels(every: bool, tiny: None) -> None:
+    y = tokens(5) if every else tokens(5)[:, 0]
+    data: Any = types.SimpleNamespace(shape=(LENGTH,), classes=VOCABULARY, y_train=y)
+    config: Any = types.SimpleNamespace(model="char-lstm", norm=None, dropout=None, seed=0)
+    assert federation.build_model(config, data)(tokens(2)).shape == ((2, LENGTH, VOCABULARY) if every else (2, VOCABULARY))
 
 
 @pytest.mark.parametrize("layers", [1, 3])
