@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 
 import fedagg
-from fedagg import Dataset, federation, models
+from fedagg import Dataset, models
 from fedagg.engines import Sequential, choose, stacked
 from fedagg.engines.base import Setting
 from fedagg.engines.batched import Batched
@@ -86,12 +85,14 @@ def test_samples_must_be_rows_of_tokens(name: str, shape: tuple[int, ...]) -> No
         models.build(name, shape, 10)
 
 
-@pytest.mark.parametrize("every", [False, True])
-def test_a_run_builds_the_model_for_its_labels(every: bool, tiny: None) -> None:
-    y = tokens(5) if every else tokens(5)[:, 0]
-    data: Any = types.SimpleNamespace(shape=(LENGTH,), classes=VOCABULARY, y_train=y)
-    config: Any = types.SimpleNamespace(model="char-lstm", norm=None, dropout=None, seed=0)
-    assert federation.build_model(config, data)(tokens(2)).shape == ((2, LENGTH, VOCABULARY) if every else (2, VOCABULARY))
+@pytest.mark.parametrize("engine", ["sequential", "batched"])
+def test_a_run_builds_the_model_for_a_label_a_token(engine: str, tiny: None) -> None:
+    x = tokens(30)
+    data = Dataset(x[:20], x[:20], x[20:], x[20:], classes=VOCABULARY, task="tokens")
+    result = fedagg.run(
+        data=data, model="char-lstm", algorithm="fedavg", clients=2, rounds=1, epochs=1, engine=engine, device="cpu"
+    )
+    assert result.model(x).shape == (30, LENGTH, VOCABULARY)
 
 
 @pytest.mark.parametrize("layers", [1, 3])

@@ -531,7 +531,7 @@ def build_model(config: Config, data: Dataset) -> nn.Module:
     if config.model == "custom":
         raise SettingError("model", "custom", "give your own module from Python as model=...")
     seed = seeding.derive(config.seed, "model")
-    every = data.y_train.dim() == 2 and not data.y_train.is_floating_point()  # a label for every token
+    every = data.task == "tokens"
     return models.build(config.model, data.shape, data.classes, norm=config.norm, dropout=config.dropout, seed=seed, tokens=every)
 
 
