@@ -7,6 +7,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fedagg.adapters import lora, merge_lora
     from fedagg.algorithms import Algorithm, option, register
     from fedagg.clients import Clients, Outcome
     from fedagg.config import Config
@@ -19,10 +20,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Algorithm", "Chunk", "Client", "Clients", "Config", "Dataset", "Layout", "Learner", "Model", "Outcome", "Result", "Tuned",
-    "Work", "option", "register", "run", "tune",
+    "Work", "lora", "merge_lora", "option", "register", "run", "tune",
 ]  # fmt: skip
 
 HOMES = {
+    "lora": "adapters", "merge_lora": "adapters",
     "Algorithm": "algorithms", "option": "algorithms", "register": "algorithms", "Clients": "clients", "Outcome": "clients",
     "Config": "config",
     "Dataset": "data", "Result": "federation", "run": "federation", "Layout": "flat", "Model": "flat", "Chunk": "work",
