@@ -180,7 +180,7 @@ class FedAgg(Algorithm):
 
     def follow_trend(self) -> None:
         """To the degree that rounds keep lowering the loss or raising it, the rate rises to what is best for a client alone, or
-        falls. It changes like a power of the number of rounds: fast at first, and never so fast that it would run away or starve."""
+        falls. It changes like a power of the number of rounds: fast at first, and never so fast that it runs away or starves."""
         if self.state["swing"] and self.state["alone"]:
             rate, steady = self.state["rate"], self.state["trend"] / self.state["swing"]
             wanted = rate * (1.0 + 1.0 / (self.state["known"] + YOUTH)) ** -steady
