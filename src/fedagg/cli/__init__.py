@@ -31,6 +31,7 @@ COMMANDS = {
     "reproduce": ("reproduce:reproduce", "Run what a table or figure of the paper needs, and set it beside the paper's numbers."),
     "plot": ("plot:plot", "Draw figures of the paper from a results folder, or the curves of runs, as PNG, SVG and PDF."),
     "report": ("report:report", "Make one web page of runs or of a grid: curves, learning rates, drift, tables."),
+    "watch": ("watch:watch", "Follow runs in a web page while they train: the report's page, which changes as they go on."),
     "bounds": ("bounds:bounds", "Make a run again and hold it against the paper's bounds: constants, a table, CSV, JSON and PNG."),
     "partition": ("partition:partition", "Show how a data set is split: label counts, client sizes, three distances, over σ too."),
     "bench": ("bench:bench", "Time FedAvg's rounds: a plain PyTorch loop, our engines, and loops of your own."),

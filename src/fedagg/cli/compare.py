@@ -21,6 +21,7 @@ from fedagg.algorithms import REGISTRY
 from fedagg.cli.partition import trained
 from fedagg.cli.process import leads
 from fedagg.cli.show import Live, err, out, results_table, seeds_table, summed, task
+from fedagg.cli.watch import Watch, watched
 from fedagg.config import Config, make, read, resolve_each
 from fedagg.data import Dataset
 from fedagg.errors import FedaggWarning, MissingError, SettingError
@@ -42,6 +43,7 @@ def compare(
     out_dir: Annotated[Path | None, typer.Option("--out", help="folder of the comparison (default runs/<time>-compare)")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress display")] = False,
+    watch: Watch = False,
     **settings: Any,
 ) -> int:
     """Run several methods side by side: one table, one plot, and a run folder each.
@@ -72,7 +74,8 @@ def compare(
             check(chosen, given)
     files.folder(folder)
     try:
-        results = run_all(places, done, given, quiet)
+        with watched(folder, watch):
+            results = run_all(places, done, given, quiet)
     except KeyboardInterrupt:
         hint(folder, out_dir)
         raise

@@ -16,6 +16,7 @@ from fedagg import trackers
 from fedagg.cli import given as from_python
 from fedagg.cli.process import leads
 from fedagg.cli.show import Live, err, out, results_table, task
+from fedagg.cli.watch import Watch, watched
 from fedagg.config import Config, make, read, resolve
 from fedagg.errors import SettingError
 from fedagg.federation import Result
@@ -32,6 +33,7 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object, and nothing else, on standard output")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress display")] = False,
     track: Annotated[str | None, typer.Option("--track", help=TRACK, show_default=False)] = None,
+    watch: Watch = False,
     **settings: Any,
 ) -> int:
     """Train one federated model, and keep everything about it in a run folder."""
@@ -41,12 +43,13 @@ def run(
     folder = resume or out_dir or default_folder(chosen)
     live = Live(chosen.method)
     followers = [trackers.make(name.strip(), folder) for name in (track or "").split(",") if name.strip()]
-    try:
-        result = fedagg.run(
-            chosen, out=None if resume else folder, resume=resume, callbacks=[*followers, *([] if quiet else [live])]
-        )
-    finally:
-        live.stop()
+    with watched(folder, watch):
+        try:
+            result = fedagg.run(
+                chosen, out=None if resume else folder, resume=resume, callbacks=[*followers, *([] if quiet else [live])]
+            )
+        finally:
+            live.stop()
     if leads():
         tell(result, as_json)
     return 130 if result.interrupted else 0
