@@ -74,6 +74,10 @@ def draw_line(axes: Axes, x: Sequence[float], y: Sequence[float], name: str, wid
 
 
 def accuracy_curves(histories: Mapping[str, Sequence[History]], path: Path, title: str, what: str) -> Path:
+    return save(accuracy_figure(histories, title, what), path)
+
+
+def accuracy_figure(histories: Mapping[str, Sequence[History]], title: str, what: str) -> Figure:
     """Accuracy against rounds, one line a method, best at the end on top of the legend. Of several seeds, the mean and a band of
     one standard deviation, over the rounds that all of them have."""
     figure, ((axes,),) = canvas(1, 1, (7.5, 4.6))
@@ -93,7 +97,7 @@ def accuracy_curves(histories: Mapping[str, Sequence[History]], path: Path, titl
     axes.set_title(title, loc="left", fontsize=10)
     tidy(axes)
     axes.legend(handles=[line for _, line in sorted(ends, key=lambda end: -end[0])], frameon=False)
-    return save(figure, path)
+    return figure
 
 
 def panels(grid: Sequence[Sequence[Panel]], paths: Sequence[Path], title: str) -> list[Path]:

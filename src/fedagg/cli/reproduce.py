@@ -27,6 +27,8 @@ ROWS = "rows, by name or beginning, e.g. mnist-linear,cifar10-cnn-iid"
 RESULTS = "the results folder; finished cells in it are not run again"
 SHOW = "run nothing: show what the results folder has"
 LIMIT = "stop cleanly after this many seconds; the same command goes on"
+JOBS = "runs at once, each in a process of its own that gets its share of the cores; auto for one a core"
+Jobs = Annotated[str, typer.Option("--jobs", help=JOBS, metavar="N|auto")]
 DATA = "where data sets are (default FEDAGG_DATA, else the user's cache)"
 
 
@@ -41,7 +43,7 @@ def reproduce(
     results: Annotated[Path, typer.Option(help=RESULTS)] = Path("results"),
     show: Annotated[bool, typer.Option("--show", "--no-run", help=SHOW)] = False,
     form: Annotated[str, typer.Option("--format", help=f"of tables: {', '.join(formats.FORMATS)}")] = "text",
-    jobs: Annotated[int, typer.Option(help="cells at once, each in a process of its own", min=1)] = 1,
+    jobs: Jobs = "1",
     time_limit: Annotated[float | None, typer.Option(help=LIMIT, min=0)] = None,
     plugin: Plugin = None,
     fetch: Annotated[bool, typer.Option(help="download data that is missing")] = True,
@@ -115,14 +117,15 @@ def draw(spec: Spec, store: Store, folder: Path) -> None:
         err.print(f"[yellow]{spec.name}: nothing to draw yet[/]", highlight=False)
 
 
-def run_all(cells: list[Cell], store: Store, jobs: int, time_limit: float | None, fetch: bool) -> int:
+def run_all(cells: list[Cell], store: Store, jobs: int | str, time_limit: float | None, fetch: bool, what: str = "cells") -> int:
     """Run what is missing, showing how far it is; 1 if a cell failed, 130 after Ctrl-C."""
     todo = running.unfinished(cells, store)
+    jobs = running.processes(jobs, len(todo))
     if not todo:
         return 0
     stop = Stop(time.time() + time_limit if time_limit is not None else None)
     seen: list[CellResult] = []
-    with Board(len(todo), jobs) as board, running.interruptible(stop):
+    with Board(len(todo), jobs, what) as board, running.interruptible(stop):
         for outcome in running.run(todo, store, stop=stop, jobs=jobs, fetch=fetch, watch=board.watch):
             seen.append(outcome)
             ended = {o.cell for o in seen}
@@ -145,10 +148,10 @@ def tell(seen: list[CellResult], total: int, stop: Stop) -> int:
 class Board:
     """Progress over the grid, on standard error: a bar that stays, and a line for every cell that ends."""
 
-    def __init__(self, total: int, jobs: int) -> None:
+    def __init__(self, total: int, jobs: int, what: str = "runs") -> None:
         self.jobs, self.total, self.number = jobs, total, 0
         self.progress = Progress(
-            TextColumn("[bold]cells"),
+            TextColumn(f"[bold]{what}"),
             BarColumn(bar_width=28),
             MofNCompleteColumn(),
             TextColumn("{task.fields[left]}"),

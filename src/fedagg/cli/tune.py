@@ -13,9 +13,10 @@ import typer
 from rich.table import Table
 
 from fedagg import data, files
-from fedagg.cli.compare import check, hint
-from fedagg.cli.reproduce import run_all
+from fedagg.cli.compare import hint
+from fedagg.cli.reproduce import Jobs, run_all
 from fedagg.cli.show import err, out, task
+from fedagg.comparison import check
 from fedagg.config import Config, options_of, said
 from fedagg.errors import FedaggWarning, MissingError, SettingError
 from fedagg.reproduce.results import Store
@@ -35,7 +36,7 @@ def tune(
     seeds: Annotated[str, typer.Option(help="seeds that every point is run with")] = ",".join(map(str, SEEDS)),
     random: Annotated[int | None, typer.Option(help=RANDOM, show_default=False)] = None,
     halving: Annotated[bool, typer.Option("--halving", help=HALVING)] = False,
-    jobs: Annotated[int, typer.Option(help="runs at once, each in a process of its own", min=1)] = 1,
+    jobs: Jobs = "1",
     out_dir: Annotated[Path | None, typer.Option("--out", help=OUT)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
     **settings: Any,

@@ -1,0 +1,170 @@
+"""What runs are judged by: the figure they end with, and what they spent until they reached a target; and methods by the means over
+their seeds. Every table of runs is made from this."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from typing import Any, Protocol
+
+from fedagg import paired
+from fedagg.errors import SettingError
+from fedagg.sheets import Sheet
+
+METRIC = "accuracy"  # the column of the record that runs are judged by
+
+
+class Judged(Protocol):
+    """A result, a cell of a results folder, an entry of a report."""
+
+    @property
+    def accuracy(self) -> float: ...
+
+
+def headline(run: Judged) -> float:
+    """The figure that a run is judged by."""
+    return run.accuracy
+
+
+def shown(value: float | None, unit: str = " %") -> str:
+    """A score as people read it. Before the first round there is none."""
+    return f"{100 * value:.2f}{unit}" if value is not None and math.isfinite(value) else "-"
+
+
+def points(value: float, half: float, sign: str = "+") -> str:
+    """A difference with half of its interval, or a mean with its deviation, in points."""
+    if not math.isfinite(value):
+        return "-"
+    return f"{100 * value:{sign}.2f}" + (f" ± {100 * half:.2f}" if math.isfinite(half) else "")
+
+
+def check_target(target: float | None) -> float | None:
+    if target is not None and not 0 < target <= 1:
+        raise SettingError("target", target, "give the accuracy to reach as a share, above 0 and at most 1, e.g. 0.8")
+    return target
+
+
+@dataclass(frozen=True)
+class Score:
+    """One run: its figure and loss, the figure after each round (None where it was not measured), the bytes sent until then, and
+    how often a client was trained."""
+
+    seed: int
+    value: float
+    loss: float
+    curve: Sequence[float | None]
+    sent: Sequence[float]
+    trainings: float
+    seconds: float
+
+    @classmethod
+    def of(cls, run: Judged, seed: int, columns: Mapping[str, Sequence[Any]], seconds: float) -> Score:
+        """From the columns of a record: a value a round."""
+        sent = accumulate(up + down for up, down in zip(columns["bytes_up"], columns["bytes_down"], strict=True))
+        losses = [value for value in columns["loss"] if value is not None]
+        last = losses[-1] if losses else math.nan
+        return cls(seed, headline(run), last, columns[METRIC], list(sent), sum(columns["passes"]), seconds)
+
+    @property
+    def best(self) -> float:
+        return max((value for value in self.curve if value is not None), default=math.nan)
+
+    def reached(self, target: float) -> tuple[int, float] | None:
+        """The first round after which the figure is at least the target, and the bytes sent until then."""
+        rounds = (t for t, value in enumerate(self.curve) if value is not None and value >= target)
+        first = next(rounds, None)
+        return None if first is None else (first + 1, self.sent[first])
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a method came to over its seeds, and how far it is ahead of the first one, with half of the 95 % interval. `reached`
+    says how many seeds reached the target; rounds and megabytes to it are means over those."""
+
+    method: str
+    seeds: int
+    accuracy: float
+    deviation: float
+    best: float
+    loss: float
+    trainings: float
+    megabytes: float
+    seconds: float
+    ahead: float
+    within: float
+    target: float | None = None
+    reached: int = 0
+    rounds_to_target: float = math.nan
+    megabytes_to_target: float = math.nan
+
+    def record(self) -> dict[str, Any]:
+        """For JSON, CSV and pandas: what is no number is None, and of a target nothing is said where there is none."""
+        leave = () if self.target is not None else ("target", "reached", "rounds_to_target", "megabytes_to_target")
+        plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()}
+        return {name: value for name, value in plain.items() if name not in leave}
+
+    def to_target(self) -> tuple[str, str]:
+        """Rounds and megabytes to the target; where some seeds never reached it, how many did."""
+        if not self.reached:
+            return "-", "-"
+        some = f" ({self.reached} of {self.seeds})" if self.reached < self.seeds else ""
+        return f"{self.rounds_to_target:.1f}".removesuffix(".0") + some, f"{self.megabytes_to_target:.1f}"
+
+
+def standings(groups: Mapping[str, Sequence[Score]], target: float | None = None) -> list[Standing]:
+    """A line a method, each against the first."""
+    values = {method: {one.seed: one.value for one in group} for method, group in groups.items()}
+    first = next(iter(values.values()), {})
+    made = []
+    for method, group in groups.items():
+        own = values[method]
+        gap = (math.nan, math.nan) if own is first else paired.difference(own, first)
+        until = [found for one in group if target is not None and (found := one.reached(target)) is not None]
+        made.append(
+            Standing(
+                method,
+                len(own),
+                mean(list(own.values())),
+                paired.deviation(list(own.values())),
+                mean([one.best for one in group]),
+                mean([one.loss for one in group]),
+                mean([one.trainings for one in group]),
+                mean([one.sent[-1] for one in group if one.sent]) / 1e6,
+                mean([one.seconds for one in group]),
+                *gap,
+                target,
+                len(until),
+                mean([rounds for rounds, _ in until]),
+                mean([sent for _, sent in until]) / 1e6,
+            )
+        )
+    return made
+
+
+def sheet(found: Sequence[Standing], title: str, notes: Sequence[str] = (), head: str = "algorithm") -> Sheet:
+    """One row a method, the best in bold; with several seeds also their number, the deviation and the difference from the first."""
+    several = any(one.seeds > 1 for one in found)
+    targets = {one.target for one in found if one.target is not None}
+    against = [f"against {found[0].method} (95 %)"] if several and found[1:] else []
+    heads = [head, *(["seeds"] if several else []), METRIC, *against]
+    heads += ["best", "loss", "trainings"]
+    heads += [f"{what} to {100 * target:g} %" for target in targets for what in ("rounds", "MB")]
+    heads += ["MB sent", "seconds"]
+    rows = []
+    for one in found:
+        row = [one.method, *([str(one.seeds)] if several else [])]
+        row += [shown(one.accuracy) + (f" ± {100 * one.deviation:.2f}" if math.isfinite(one.deviation) else "")]
+        row += [points(one.ahead, one.within)] if against else []
+        row += [shown(one.best), f"{one.loss:.4f}", f"{one.trainings:g}"]
+        row += one.to_target() if targets else []
+        rows.append([*row, f"{one.megabytes:.1f}", f"{one.seconds:.1f}"])
+    best = max((one.accuracy for one in found if math.isfinite(one.accuracy)), default=math.nan)
+    bold = frozenset((at, heads.index(METRIC)) for at, one in enumerate(found) if one.accuracy == best)
+    return Sheet(title, heads, rows, [one.record() for one in found], bold=bold, notes=notes)
+
+
+def mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else math.nan
