@@ -18,7 +18,7 @@ from fedagg import comparison, data, plots, scores
 from fedagg.algorithms import REGISTRY
 from fedagg.cli.process import leads
 from fedagg.cli.reproduce import Board, Jobs
-from fedagg.cli.show import Live, err, out, whole_width
+from fedagg.cli.show import Live, err, out, show_sheet
 from fedagg.cli.train import TRACK
 from fedagg.comparison import Comparison, Watch
 from fedagg.errors import FedaggWarning, MissingError, SettingError
@@ -103,7 +103,7 @@ def tell(found: Comparison, path: Path, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(found.json() | {"plot": picture and str(picture)}) + "\n")
         return
-    out.print(whole_width(found.sheet().rich()), crop=False)
+    show_sheet(found.sheet())
     if picture is not None:
         out.print(f"plot: {picture}", soft_wrap=True)
 

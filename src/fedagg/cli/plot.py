@@ -55,7 +55,7 @@ def plot(
         if not found[name]
     }
     for name, spec in specs.items():
-        if spec.kind == "table":
+        if spec.kind in ("table", "tuned"):
             raise SettingError("what", name, "is a table: see it with `fedagg reproduce NAME --show`")
     chosen = runs.load_all(path for paths in found.values() for path in paths)
     begun = [run for run in chosen if run.history]
@@ -79,7 +79,7 @@ def plot(
 
 def folders(name: str) -> list[Path]:
     """The run folders that a word stands for; none if it is a figure's name."""
-    if name in grid.names() or name == "quick" or name.endswith(".toml"):
+    if name in (*grid.names(), *grid.OURS) or name.endswith(".toml"):
         return []
     if found := runs.find(Path(name)):
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -14,6 +15,7 @@ from fedagg.config import Config
 
 if TYPE_CHECKING:  # it takes seconds to import, and the names of methods can be shown without
     from fedagg.federation import Result
+    from fedagg.sheets import Sheet
 
 out = Console()
 err = Console(stderr=True)
@@ -96,6 +98,16 @@ def whole_width(table: Table) -> Table:
     whole = out.measure(table, options=out.options.update(max_width=WIDE)).maximum
     table.width = whole if whole > out.width else None
     return table
+
+
+def show_sheet(sheet: Sheet, form: str = "text") -> None:
+    """A table on standard output, in one of its formats."""
+    if form != "text" or not out.is_terminal:  # a pipe has no width of its own
+        sys.stdout.write(sheet.render(form))
+        return
+    out.print(whole_width(sheet.rich()), crop=False)
+    for note in sheet.notes:
+        out.print(note, markup=False, highlight=False, style="dim")
 
 
 def percent(share: float) -> str:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from fedagg import data, files
 from fedagg.cli.compare import hint
-from fedagg.cli.reproduce import Jobs, run_all
+from fedagg.cli.reproduce import Jobs, numbers, run_all
 from fedagg.cli.show import err, out, task
 from fedagg.comparison import check
 from fedagg.config import Config, options_of, said
@@ -56,7 +56,7 @@ def tune(
         {**settings, "validation": chosen.get("validation", VALIDATION)},
         file=config,
         preset=preset,
-        seeds=numbers(seeds),
+        seeds=numbers("seeds", seeds),
         random=random,
         halving=halving,
     )
@@ -128,13 +128,6 @@ def value(word: str, text: bool) -> Any:
         except ValueError:
             continue
     return word
-
-
-def numbers(seeds: str) -> list[int]:
-    try:
-        return [int(word) for word in seeds.split(",") if word.strip()]
-    except ValueError:
-        raise SettingError("seeds", seeds, "give whole numbers, separated by commas, e.g. 5,6") from None
 
 
 def draw(tuned: Tuned, path: Path) -> Path | None:
