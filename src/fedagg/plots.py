@@ -186,12 +186,24 @@ def over_grid(
     path: Path,
     title: str,
     what: str,
+    scattered: bool = False,
 ) -> Path:
     """Accuracy over a grid of one axis, as a line with deviations, or of two, as a heat map; the best point has a star. `at` has
-    mean and deviation of the points that were tried."""
+    mean and deviation of the points that were tried. Where these are `scattered` over two axes, they are dots."""
     figure, ((each,),) = canvas(1, 1, (7.5, 4.6))
     (name, values), *second = ((name, in_order(values)) for name, values in axes.items())
-    if second:
+    if second and scattered:
+        other = second[0][0]
+        points = [tuple(x if is_numeric([x]) else str(x) for x in point) for point in at]
+        dots = each.scatter(*zip(*points, strict=True), c=[100 * mean for mean, _ in at.values()], cmap="viridis", s=60)
+        star = points[list(at).index(best)]
+        each.scatter([star[0]], [star[1]], marker="*", s=300, facecolors="none", edgecolors=COLOURS[1])
+        for values_on, scale in ((values, each.set_xscale), (second[0][1], each.set_yscale)):
+            if is_numeric(values_on) and min(values_on) > 0 and max(values_on) >= 10 * min(values_on):
+                scale("log")
+        each.set(xlabel=name, ylabel=other)
+        figure.colorbar(dots, label=f"{what} (%)")
+    elif second:
         ((other, others),) = second
         table = np.array([[100 * at.get((x, y), (np.nan,))[0] for x in values] for y in others])
         image = each.imshow(table, aspect="auto", origin="lower", cmap="viridis")
@@ -213,8 +225,9 @@ def over_grid(
         each.plot([x[tried.index(best[0])]], [100 * at[best][0]], marker="*", markersize=16, color=COLOURS[1])
         if numeric and min(tried) > 0 and max(tried) >= 10 * min(tried):
             each.set_xscale("log")
-            each.set_xticks(tried, list(map(str, tried)), minor=False)
-            each.minorticks_off()
+            if not scattered:
+                each.set_xticks(tried, list(map(str, tried)), minor=False)
+                each.minorticks_off()
         each.set(xlabel=name, ylabel=f"{what} (%)")
         tidy(each)
     each.set_title(title, loc="left", fontsize=10)

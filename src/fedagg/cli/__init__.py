@@ -27,6 +27,7 @@ COMMANDS = {
     "run": ("train:run", "Train one federated model, and keep everything about it in a run folder."),
     "compare": ("compare:compare", "Run several methods side by side: one table, one plot, and a run folder each."),
     "tune": ("tune:tune", "Try a grid of settings on training data that is held back, and say which are best."),
+    "sweep": ("tune:sweep", "Run a method over a grid of any settings, the task's among them, and show how the result changes."),
     "list": ("catalogue:list_all", "Show algorithms, data sets, models, partitions, engines, trackers and presets."),
     "reproduce": ("reproduce:reproduce", "Run what a table or figure of the paper needs, and set it beside the paper's numbers."),
     "plot": ("plot:plot", "Draw figures of the paper from a results folder, or the curves of runs, as PNG, SVG and PDF."),
