@@ -664,3 +664,17 @@ def test_tables_between_marks_are_replaced(filled: tuple[Spec, Store], tmp_path:
     assert made.startswith(f"before\n<!-- results: {mini}")
     assert made.endswith("<!-- /results -->\nafter\n")
     assert tool().updated(made, store.folder) == made
+
+
+def test_a_table_shows_every_variant(tmp_path: Path, mini: Path) -> None:
+    variants = ({"name": "slow", "lr": 0.01}, {"name": "fast", "lr": 0.1})
+    spec, store = small(mini, variants=variants), Store(tmp_path / "results")
+    put(store, spec, 0, "fedavg", 0.5)
+    put(store, replace(spec, variants=variants[1:]), 0, "fedavg", 0.9)
+    built = table.build(spec, store)
+    assert [(line.split, line.entries["fedavg"].ours) for line in built.lines[:2]] == [
+        ("IID, slow", (50.0,)),
+        ("IID, fast", (90.0,)),
+    ]
+    assert [line.entries["fedavg"].theirs for line in built.lines[:2]] == [88.23, None]
+    assert "| MNIST + linear | IID, fast | 20 % | **90.00** |" in formats.markdown(built)

@@ -334,7 +334,7 @@ def test_optuna_looks_between_the_ends(tmp_path: Path) -> None:
     assert [c.lr for c in first[1]] == [c.lr for c in second[1]]
     assert len({c.lr for c in first[1]}) > 10
     assert all(0.001 <= c.lr <= 1 and 8 <= c.batch_size <= 64 for c in first[1])
-    assert first[0].best.mean > 0.85  # of 10 draws at random, the best has 0.73 in the mean
+    assert first[0].best.mean > 0.9  # of 30 points drawn at random, the best has 0.87 in the mean
     assert all(float(f"{c.lr:.3g}") == c.lr for c in first[1])
     assert first[0].plot(tmp_path / "a.png").stat().st_size > 1000
 

@@ -76,7 +76,7 @@ def beside_paper(store: Store) -> Iterator[tuple[str, str, str]]:
         for line in lines:
             about = [
                 plain(line.row.label),
-                plain(line.row.distribution),
+                plain(line.split),
                 (formats.clients(line), line.participation, False),
             ]
             held, ranked = line.order

@@ -6,6 +6,7 @@ Tables with a target are made here too: rounds and megabytes until it was reache
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterator, Mapping
@@ -90,10 +91,15 @@ class Place:
     participation: float
     found: dict[str, list[Score]]
     chosen: dict[str, dict[str, Any] | None]
+    variant: str = ""
+
+    @property
+    def split(self) -> str:
+        return ", ".join(filter(None, (self.row.distribution, self.variant)))
 
     @property
     def about(self) -> list[str]:
-        return [self.row.label, self.row.distribution, f"{100 * self.participation:g} %"]
+        return [self.row.label, self.split, f"{100 * self.participation:g} %"]
 
     def values(self, method: str) -> dict[int, float]:
         return {one.seed: one.value for one in self.found.get(method, ())}
@@ -126,15 +132,16 @@ def final(spec: Spec, row: Row, method: str, participation: float, seed: int, po
 def gather(spec: Spec, store: Store, tries: Store) -> list[Place]:
     """The table from what is in the results folder; nothing is run."""
     made = []
-    for row, participation in places(spec):
+    for (row, participation), variant in itertools.product(places(spec), spec.variants):
         found: dict[str, list[Score]] = {}
         points: dict[str, dict[str, Any] | None] = {}
         for method in spec.methods:
             if spec.applies(row, method):
                 point = points[method] = {} if spec.tuning is None else choice(spec, tries, row, method, participation)
-                configs = [] if point is None else [final(spec, row, method, participation, s, point) for s in range(spec.seeds)]
+                own = None if point is None else variant | point
+                configs = [] if own is None else [final(spec, row, method, participation, s, own) for s in range(spec.seeds)]
                 found[method] = [of_cell(seed, cell) for seed, config in enumerate(configs) if (cell := store.get(config))]
-        made.append(Place(row, participation, found, points))
+        made.append(Place(row, participation, found, points, variant["name"]))
     return made
 
 
@@ -194,7 +201,7 @@ def records(spec: Spec, found: list[Place], target: float | None) -> list[dict[s
     """The numbers, one line for every method in every setting; `ahead` is against FedAgg."""
     made = []
     for place in found:
-        about = {"table": spec.name, "row": place.row.name, "setting": place.row.label, "split": place.row.distribution}
+        about = {"table": spec.name, "row": place.row.name, "setting": place.row.label, "split": place.split}
         for one in standings(place, target):
             ahead, within = (math.nan, math.nan) if one.method == OURS else place.ahead(one.method)
             own = replace(one, ahead=-ahead, within=within).record()
