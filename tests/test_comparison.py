@@ -50,7 +50,7 @@ def test_rounds_and_bytes_to_the_target_are_means_over_the_seeds_that_reached_it
     assert a.to_target() == ("1.5", "1.5")
     assert b.to_target() == ("2 (1 of 2)", "2.0")
     assert (b.ahead, round(b.within, 6)) == (pytest.approx(-0.25), round(12.706 * 0.35, 6))  # of -0.6 and 0.1
-    made = sheet([a, b], "t")
+    made = sheet({"": [a, b]}, "t")
     assert list(made.heads[7:9]) == ["rounds to 75 %", "MB to 75 %"]
     assert made.bold == {(0, 2)}
     assert "rounds_to_target" not in standings(runs)[0].record()
@@ -180,3 +180,70 @@ def test_what_cannot_be_compared_is_refused(words: str, more: dict[str, Any]) ->
     with pytest.raises(SettingError) as error:
         fedagg.compare("fedavg", **TINY | more)
     assert str(error.value).startswith(words)
+
+
+def folder(path: Path, seed: int, *accuracies: float, **settings: Any) -> None:
+    """A run folder with these accuracies, and a megabyte each way a round."""
+    path.mkdir(parents=True)
+    config = fedagg.Config(**{"algorithm": "fedavg", "seed": seed, "rounds": len(accuracies), **settings})
+    (path / "config.toml").write_text(config.toml(), encoding="utf-8")
+    rows = [
+        {"round": t, "accuracy": a, "loss": 1.0, "bytes_up": 1e6, "bytes_down": 1e6, "passes": 1, "seconds": 1.0, "samples": 1}
+        | {"drift": a, "rate_mean": [0.1]}
+        for t, a in enumerate(accuracies, start=1)
+    ]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder(Path("k/a0"), 0, 0.1, 0.5)
+    folder(Path("k/a1"), 1, 0.3, 0.7)
+    folder(Path("k/b0"), 0, 0.6, 0.9, algorithm="fedcm")
+    folder(Path("k/b1"), 1, 0.2, 0.9, algorithm="fedcm")
+
+
+@pytest.mark.usefixtures("kept")
+def test_a_table_of_run_folders(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("table", "k", "--format", "markdown", "--target", "0.6") == 0
+    head, _, one, other = capsys.readouterr().out.splitlines()
+    assert head.startswith("| method | seeds | accuracy | against FedAvg (95 %) | best |")
+    assert "rounds to 60 % | MB to 60 %" in head
+    assert one.startswith("| FedAvg | 2 | 60.00 % ± 14.14 | - |")
+    assert "| 2 (1 of 2) | 4.0 |" in one
+    assert other.startswith("| FedCM | 2 | **90.00 % ± 0.00** | +30.00 ± 127.06 |")  # 40 and 20: deviation 14.14, t 12.706
+    assert "| 1.5 | 3.0 |" in other
+    assert call("table", "k/a0", "k/b0", "--format", "csv") == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [(row["method"], row["accuracy"]) for row in rows] == [("FedAvg", "0.5"), ("FedCM", "0.9")]
+    folder(Path("k/c0"), 0, 0.4, partition="shards")
+    assert call("table", "k", "--format", "csv") == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [("shards" in row["setting"], row["method"]) for row in rows] == [(False, "FedAvg"), (False, "FedCM"), (True, "FedAvg")]
+    for wrong, words in (
+        (["--format", "word"], "format = 'word'"),
+        (["--target", "60"], "target = 60"),
+        (["none"], "what = 'none'"),
+    ):
+        assert call("table", "k", *wrong) == 2
+        assert words in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("kept")
+def test_plot_shows_the_mean_over_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    from fedagg import plots
+
+    drawn: list[Any] = []
+    monkeypatch.setattr(plots, "panels", lambda grid, paths, title: drawn.append(grid[0][0].series) or [])
+    call("plot", "k")
+    call("plot", "k", "--each")
+    folder(Path("k/c0"), 0, 0.4, partition="shards")
+    call("plot", "k")
+    means, every, more = drawn
+    assert [one.name for one in means] == ["FedAvg (2 seeds)", "FedCM (2 seeds)"]
+    assert (means[0].x, means[0].y) == ([1.0, 2.0], pytest.approx([20.0, 60.0]))
+    assert means[0].spread == pytest.approx([200**0.5, 200**0.5])
+    assert [one.name for one in every] == ["fedavg seed 0", "fedavg seed 1", "fedcm seed 0", "fedcm seed 1"]
+    assert "FedAvg, shards 2, 1 rounds" in [one.name for one in more]

@@ -89,7 +89,7 @@ def test_a_run_that_was_stopped_is_not_counted(
 def test_a_method_without_a_whole_run_has_no_figures() -> None:
     (one,) = standings({"fedavg": []}, 0.5)
     assert (one.seeds, one.record()["accuracy"], one.to_target()) == (0, None, ("-", "-"))
-    assert sheet([one], "").rows[0][:2] == ["fedavg", "-"]
+    assert sheet({"": [one]}, "").rows[0][:2] == ["fedavg", "-"]
 
 
 def test_the_band_is_one_deviation_around_the_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from fedagg.cli.reproduce import chosen
 from fedagg.config import Config
 from fedagg.errors import FedaggError, SettingError
 from fedagg.federation import Result
-from fedagg.reproduce import figures, formats, grid, paper, results, running, table
+from fedagg.reproduce import figures, formats, grid, paper, results, running, table, tuned
 from fedagg.reproduce.grid import Cell, Spec
 from fedagg.reproduce.results import Store
 from fedagg.reproduce.running import Stop
@@ -280,7 +280,11 @@ def test_every_result_is_asked_for_by_some_grid() -> None:
     for path in sorted((ROOT / "src/fedagg/experiments").rglob("*.toml")):
         spec = grid.load(str(path))
         if spec.kind != "partition":
-            for cell in grid.cells(grid.narrow(spec, methods=["all"], participation=[0.2, 1.0], seeds=1)):
+            if spec.tuning is not None:
+                cells = tuned.finals(grid.narrow(spec, seeds=1), tuned.tried(ROOT / "results"))
+            else:
+                cells = grid.cells(grid.narrow(spec, methods=["all"], participation=[0.2, 1.0], seeds=1))
+            for cell in cells:
                 wanted = results.settings(cell.config)
                 asked.setdefault(kind(wanted), []).append(wanted)
 

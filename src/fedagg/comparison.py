@@ -67,7 +67,7 @@ class Comparison:
         return task(self.results[0].config, [result.config.seed for result in self.results])
 
     def sheet(self) -> Sheet:
-        return scores.sheet(self.standings, self.title)
+        return scores.sheet({"": self.standings}, self.title)
 
     def table(self, form: str = "markdown") -> str:
         """The table as markdown, text, latex or csv."""

@@ -63,10 +63,15 @@ class Score:
     @classmethod
     def of(cls, run: Judged, seed: int, columns: Mapping[str, Sequence[Any]], seconds: float) -> Score:
         """From the columns of a record: a value a round."""
-        sent = accumulate(up + down for up, down in zip(columns["bytes_up"], columns["bytes_down"], strict=True))
+        counted = [*columns["bytes_up"], *columns["bytes_down"], *columns["passes"]]
+        if None in counted:  # a record of an early version
+            sent, trainings = [math.nan] * len(columns[METRIC]), math.nan
+        else:
+            sent = list(accumulate(map(sum, zip(columns["bytes_up"], columns["bytes_down"], strict=True))))
+            trainings = sum(columns["passes"])
         losses = [value for value in columns["loss"] if value is not None]
         last = losses[-1] if losses else math.nan
-        return cls(seed, headline(run), last, columns[METRIC], list(sent), sum(columns["passes"]), seconds)
+        return cls(seed, headline(run), last, columns[METRIC], sent, trainings, seconds)
 
     @property
     def best(self) -> float:
@@ -111,7 +116,7 @@ class Standing:
         if not self.reached:
             return "-", "-"
         some = f" ({self.reached} of {self.seeds})" if self.reached < self.seeds else ""
-        return f"{self.rounds_to_target:.1f}".removesuffix(".0") + some, f"{self.megabytes_to_target:.1f}"
+        return f"{self.rounds_to_target:.1f}".removesuffix(".0") + some, number(self.megabytes_to_target, ".1f")
 
 
 def standings(groups: Mapping[str, Sequence[Score]], target: float | None = None) -> list[Standing]:
@@ -144,26 +149,44 @@ def standings(groups: Mapping[str, Sequence[Score]], target: float | None = None
     return made
 
 
-def sheet(found: Sequence[Standing], title: str, notes: Sequence[str] = (), head: str = "algorithm") -> Sheet:
-    """One row a method, the best in bold; with several seeds also their number, the deviation and the difference from the first."""
-    several = any(one.seeds > 1 for one in found)
-    targets = {one.target for one in found if one.target is not None}
-    against = [f"against {found[0].method} (95 %)"] if several and found[1:] else []
-    heads = [head, *(["seeds"] if several else []), METRIC, *against]
-    heads += ["best", "loss", "trainings"]
+def sheet(groups: Mapping[str, Sequence[Standing]], title: str, notes: Sequence[str] = (), head: str = "algorithm") -> Sheet:
+    """One row a method, the best of its setting in bold; with several seeds also their number, the deviation and the difference
+    from the first. What the settings are called is shown where there are several."""
+    every = [one for found in groups.values() for one in found]
+    several, settings = any(one.seeds > 1 for one in every), len(groups) > 1
+    targets = {one.target for one in every if one.target is not None}
+    paired_with = "the first" if settings else every[0].method if every else ""
+    against = [f"against {paired_with} (95 %)"] if several and len(every) > len(groups) else []
+    heads = [
+        *(["setting"] if settings else []),
+        head,
+        *(["seeds"] if several else []),
+        METRIC,
+        *against,
+        "best",
+        "loss",
+        "trainings",
+    ]
     heads += [f"{what} to {100 * target:g} %" for target in targets for what in ("rounds", "MB")]
     heads += ["MB sent", "seconds"]
-    rows = []
-    for one in found:
-        row = [one.method, *([str(one.seeds)] if several else [])]
-        row += [shown(one.accuracy) + (f" ± {100 * one.deviation:.2f}" if math.isfinite(one.deviation) else "")]
-        row += [points(one.ahead, one.within)] if against else []
-        row += [shown(one.best), f"{one.loss:.4f}", f"{one.trainings:g}"]
-        row += one.to_target() if targets else []
-        rows.append([*row, f"{one.megabytes:.1f}", f"{one.seconds:.1f}"])
-    best = max((one.accuracy for one in found if math.isfinite(one.accuracy)), default=math.nan)
-    bold = frozenset((at, heads.index(METRIC)) for at, one in enumerate(found) if one.accuracy == best)
-    return Sheet(title, heads, rows, [one.record() for one in found], bold=bold, notes=notes)
+    rows, bold, records = [], set(), []
+    for setting, found in groups.items():
+        best = max((one.accuracy for one in found if math.isfinite(one.accuracy)), default=math.nan)
+        for one in found:
+            if one.accuracy == best:
+                bold.add((len(rows), heads.index(METRIC)))
+            row = [*([setting] if settings else []), one.method, *([str(one.seeds)] if several else [])]
+            row += [shown(one.accuracy) + (f" ± {100 * one.deviation:.2f}" if math.isfinite(one.deviation) else "")]
+            row += [points(one.ahead, one.within)] if against else []
+            row += [shown(one.best), number(one.loss, ".4f"), number(one.trainings, "g")]
+            row += one.to_target() if targets else []
+            rows.append([*row, number(one.megabytes, ".1f"), number(one.seconds, ".1f")])
+            records.append({**({"setting": setting} if settings else {}), **one.record()})
+    return Sheet(title, heads, rows, records, words=1 + settings, bold=frozenset(bold), notes=notes)
+
+
+def number(value: float, form: str) -> str:
+    return f"{value:{form}}" if math.isfinite(value) else "-"
 
 
 def mean(values: Sequence[float]) -> float:

@@ -31,6 +31,7 @@ COMMANDS = {
     "list": ("catalogue:list_all", "Show algorithms, data sets, models, partitions, engines, trackers and presets."),
     "reproduce": ("reproduce:reproduce", "Run what a table or figure of the paper needs, and set it beside the paper's numbers."),
     "plot": ("plot:plot", "Draw figures of the paper from a results folder, or the curves of runs, as PNG, SVG and PDF."),
+    "table": ("table:table", "Show what runs came to, as text, Markdown, LaTeX or CSV: means over seeds, differences, cost."),
     "report": ("report:report", "Make one web page of runs or of a grid: curves, learning rates, drift, tables."),
     "bounds": ("bounds:bounds", "Make a run again and hold it against the paper's bounds: constants, a table, CSV, JSON and PNG."),
     "partition": ("partition:partition", "Show how a data set is split: label counts, client sizes, three distances, over σ too."),
