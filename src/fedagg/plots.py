@@ -194,10 +194,10 @@ def over_grid(
     (name, values), *second = ((name, in_order(values)) for name, values in axes.items())
     if second and scattered:
         other = second[0][0]
-        points = [tuple(x if is_numeric([x]) else str(x) for x in point) for point in at]
-        dots = each.scatter(*zip(*points, strict=True), c=[100 * mean for mean, _ in at.values()], cmap="viridis", s=60)
-        star = points[list(at).index(best)]
-        each.scatter([star[0]], [star[1]], marker="*", s=300, facecolors="none", edgecolors=COLOURS[1])
+        across, up = ([point[k] if is_numeric([point[k]]) else str(point[k]) for point in at] for k in (0, 1))
+        dots = each.scatter(across, up, c=[100 * mean for mean, _ in at.values()], cmap="viridis", s=60)
+        k = list(at).index(best)
+        each.scatter([across[k]], [up[k]], marker="*", s=300, facecolors="none", edgecolors=COLOURS[1])
         for values_on, scale in ((values, each.set_xscale), (second[0][1], each.set_yscale)):
             if is_numeric(values_on) and min(values_on) > 0 and max(values_on) >= 10 * min(values_on):
                 scale("log")
