@@ -169,7 +169,9 @@ def sheet(groups: Mapping[str, Sequence[Standing]], title: str, notes: Sequence[
     ]
     heads += [f"{what} to {100 * target:g} %" for target in targets for what in ("rounds", "MB")]
     heads += ["MB sent", "seconds"]
-    rows, bold, records = [], set(), []
+    rows: list[list[str]] = []
+    bold: set[tuple[int, int]] = set()
+    records: list[dict[str, Any]] = []
     for setting, found in groups.items():
         best = max((one.accuracy for one in found if math.isfinite(one.accuracy)), default=math.nan)
         for one in found:

@@ -154,7 +154,8 @@ def sheet(spec: Spec, found: list[Place]) -> Sheet:
     """A row a setting, a column a method, and how far FedAgg is ahead of the best rival."""
     ours = OURS in spec.methods and len(spec.methods) > 1
     heads = ["setting", "split", "clients", *map(formats.name, spec.methods), *(["FedAgg ahead of the best rival"] if ours else [])]
-    rows, bold = [], set()
+    rows: list[list[str]] = []
+    bold: set[tuple[int, int]] = set()
     for at, place in enumerate(found):
         means = {m: scores.mean([one.value for one in group]) for m, group in place.found.items() if group}
         best = max(means.values(), default=math.nan)
@@ -180,7 +181,8 @@ def details(spec: Spec, found: list[Place], target: float | None) -> Sheet:
     heads = ["setting", "split", "clients", "method", scores.METRIC]
     heads += [f"{what} to {100 * target:g} %" for what in ("rounds", "MB")] if target is not None else []
     heads += ["FedAgg ahead by (95 %)", *(["settings"] if spec.tuning is not None else [])]
-    rows, bold = [], set()
+    rows: list[list[str]] = []
+    bold: set[tuple[int, int]] = set()
     for place in found:
         ranked = sorted(standings(place, target), key=lambda one: -one.accuracy)
         for number, one in enumerate(ranked):
