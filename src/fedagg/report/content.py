@@ -20,6 +20,8 @@ from fedagg.measure import ACCURACY, CLIENTS, Measure
 from fedagg.reproduce.formats import name as method_name
 from fedagg.reproduce.results import Measured, Store
 from fedagg.runs import Run
+from fedagg.scores import Score, sheet, standings
+from fedagg.sheets import Sheet
 from fedagg.work import cross_entropy
 
 Column = list[float | None]
@@ -40,7 +42,7 @@ class Entry:
     config: Config
     rounds: int
     columns: dict[str, Column]
-    accuracy: float
+    score: float
     best: float
     loss: float
     environment: dict[str, Any]
@@ -100,6 +102,13 @@ class Series:
             return None
         return [self.mean(values)[0] for values in zip(*(one for one in spent if one is not None), strict=False)]
 
+    def scores(self) -> list[Score]:
+        seconds = [trial.total("seconds") for trial in self.trials]
+        spent = [math.nan if value is None else value for value in seconds]
+        return [
+            Score.of(t, t.config.seed, t.columns["accuracy"], t.columns, took) for t, took in zip(self.trials, spent, strict=True)
+        ]
+
 
 @dataclass
 class Group:
@@ -148,6 +157,12 @@ def gather(paths: Sequence[Path]) -> Content:
         raise runs.no_round(paths)
     title, groups = ", ".join(path.name or str(path.resolve()) for path in paths), grouped(begun)
     return Content(title, groups, begun, store, left_out(trials, groups))
+
+
+def table(content: Content, target: float | None = None) -> Sheet:
+    """What the runs came to, a row for every method of every setting."""
+    lines = {group.name: standings({n: one.scores() for n, one in group.series.items()}, target) for group in content.groups}
+    return sheet(lines, content.groups[0].name if len(lines) == 1 else content.title, content.notes, "method")
 
 
 def left_out(trials: Sequence[Entry], groups: Sequence[Group]) -> list[str]:
@@ -215,16 +230,16 @@ def given(trial: Entry) -> str:
 
 
 def from_cell(cell: Measured) -> Entry:
-    names = ("loss", "train_loss", "drift", "rate", "samples", "bytes_up", "bytes_down", "seconds")
-    columns = {"accuracy": cell.column(cell.measure.key)} | {name: cell.column(name) for name in names}
+    names = ("loss", "train_loss", "drift", "rate", "samples", "bytes_up", "bytes_down", "seconds", "passes")
+    columns = {"accuracy": cell.column(cell.metric.key)} | {name: cell.column(name) for name in names}
     columns["drift_max"] = [None] * cell.rounds
     known = make(cell.config, recorded=True)
     figures = (cell.score, cell.best, cell.loss)
-    return Entry(known, cell.rounds, columns, *figures, cell.environment, None, cell.measure, fared(cell.figures))
+    return Entry(known, cell.rounds, columns, *figures, cell.environment, None, cell.metric, fared(cell.figures))
 
 
 def from_run(run: Run) -> Entry:
-    names = ("loss", "train_loss", "drift", "drift_max", "samples", "bytes_up", "bytes_down", "seconds")
+    names = ("loss", "train_loss", "drift", "drift_max", "samples", "bytes_up", "bytes_down", "seconds", "passes")
     columns: dict[str, Column] = {name: [row.get(name) for row in run.history] for name in names}
     columns["accuracy"] = [row.get(run.metric.key) for row in run.history]
     columns["rate"] = [mean(row.get("rate_mean")) for row in run.history]

@@ -88,7 +88,9 @@ def parts(content: Content, drawn: dict[str, Any]) -> list[Part]:
     groups = chooser("group", "setting", [group["name"] for group in drawn["groups"]])
     against = chooser("progress", "against", list(drawn["progress"].values()), list(drawn["progress"]))
     curves = "".join(figure(f"chart-{name}") for name in ("accuracy", "loss", "train_loss", "rate", "drift"))
-    found.append(("curves", "Curves", f'<p class="choose">{groups} {against}</p><div class="charts">{curves}</div>'))
+    buttons = " ".join(f'<button type="button" id="save-{form}">{form.upper()}</button>' for form in ("csv", "json"))
+    save = f'<p class="choose">Save the numbers of all curves as {buttons}</p>'
+    found.append(("curves", "Curves", f'<p class="choose">{groups} {against}</p><div class="charts">{curves}</div>{save}'))
     if drawn["rates"]:
         names = chooser("rate-run", "run", [one["name"] for one in drawn["rates"]])
         epoch = '<label>epoch <select id="rate-epoch"></select></label>'
