@@ -8,7 +8,6 @@ from typing import Any
 
 from fedagg import federation, runs
 from fedagg.errors import FedaggError
-from fedagg.measure import Measure
 from fedagg.report.content import FIGURES, PROGRESS, Column, Content, Entry, Group, Series
 from fedagg.reproduce.running import dataset
 from fedagg.runs import Run
@@ -36,17 +35,17 @@ def group(each: Group) -> dict[str, Any]:
         "drift": "mean distance a client moved",
         "rate": "mean learning rate",
     }
-    lines = [series(one, metric) for one in each.series.values()]
+    lines = [series(one) for one in each.series.values()]
     texts = {figure: describe(label, figure, lines) for figure, label in names.items()}
     return {"name": each.name, "names": names, "series": lines, "texts": texts}
 
 
-def series(one: Series, metric: Measure) -> dict[str, Any]:
+def series(one: Series) -> dict[str, Any]:
     progress = {by: spent for by in PROGRESS if (spent := one.progress(by)) is not None}
     found: dict[str, Any] = {"name": one.name, "seeds": len(one.trials), "progress": progress}
     for figure in FIGURES:
         mean, spread = one.curve(figure)
-        scale = metric.scale if figure == "accuracy" else 1.0
+        scale = one.trials[0].metric.scale if figure == "accuracy" else 1.0
         found[figure] = scaled(mean, scale)
         found[f"{figure}_std"] = scaled(spread, scale)
     return found
