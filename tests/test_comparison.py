@@ -114,7 +114,7 @@ def test_a_comparison_in_a_notebook_and_as_a_frame(tmp_path: Path) -> None:
 
 def test_without_pandas_the_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedagg.errors.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="pandas"):
+    with pytest.raises(ImportError, match=r"needs pandas, which is not installed: pip install 'fedagg\[analysis\]'"):
         fedagg.comparison.Comparison([]).to_pandas()
 
 

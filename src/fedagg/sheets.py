@@ -102,7 +102,7 @@ def check_format(form: str) -> str:
 
 def frame(records: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
     """As a pandas frame, where pandas is installed: nothing else here needs it."""
-    need("to_pandas()", "pandas", "pandas")
+    need("to_pandas()", "pandas", "analysis")
     import pandas
 
     return pandas.DataFrame.from_records([dict(record) for record in records])
