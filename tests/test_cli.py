@@ -113,6 +113,7 @@ def test_option_beats_file_beats_preset_beats_default(tmp_path: Path) -> None:
     ("preset", "lr", "batch", "rounds"),
     [
         ("mnist-linear", 0.01, 32, 30), ("mnist-cnn", 0.01, 32, 30), ("emnist-lenet5", 0.1, 64, 50),
+        ("emnist-union-lenet5", 0.1, 64, 50),
         ("cifar10-cnn", 0.1, 32, 100), ("cifar100-vgg11", 0.01, 64, 200),
     ],
 )  # fmt: skip
@@ -346,7 +347,7 @@ BAD = [
     (["/nowhere.toml"], "there is no such file"),
     (["/"], "config = '/': is a folder; name a TOML file"),
     (["--dataset", "custom"], "data=fedagg.Dataset"),
-    (["--dataset", "mine.csv"], "is a file; read it in Python"),
+    (["--dataset", "mine.csv"], "there is no such file or folder"),
 ]
 
 

@@ -264,7 +264,10 @@ def test_cifar(tmp_path: Path) -> None:
 
 
 def test_names() -> None:
-    assert data.names() == ["mnist-mini", "mnist", "emnist-letters", "cifar10", "cifar100"]
+    published = ["mnist-mini", "mnist", "emnist-letters", "cifar10", "cifar100"]
+    people = ["mnist-writers", "hapt", "uci-har", "femnist", "shakespeare", "shakespeare-roles"]
+    assert data.names() == [*published, *people, "emnist-letters-union"]
+    assert [name for name in data.names() if data.names_users(name)] == people
     for call in (data.load, data.fetch, data.verify):
         with pytest.raises(SettingError, match="did you mean 'cifar10'"):
             call("cifar-10")

@@ -906,7 +906,7 @@ def test_data_in_the_forms_that_training_scripts_have():
         assert torch.equal(found.data.y_train, y)
     for given in ((pairs, pairs), (x, y, x, y), fedagg.Dataset(x, y, x, y)):
         assert node_data(given).tests
-    with pytest.raises(SettingError, match="data"):
+    with pytest.raises(SettingError, match="holds the labels"):
         node_data({"x": x})
 
 

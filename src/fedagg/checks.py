@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from fedagg import plugins, seeding
+from fedagg import partition, plugins, seeding
 from fedagg.algorithms.base import LR, REGISTRY, Algorithm
 from fedagg.config import Config, resolve
 from fedagg.data import Dataset
@@ -23,13 +23,28 @@ from fedagg.registry import origin
 from fedagg.tasks import CLASSIFICATION, Task
 from fedagg.work import Loss
 
+COLUMNS = ("target", "user", "task")
 
-def given(data: Dataset | None, model: nn.Module | None, parts: Sequence[Any] | None) -> dict[str, Any]:
+
+def samples(data: Any, parts: Any, config: Config | None, settings: dict[str, Any]) -> Dataset | None:
+    """The data that were given from Python, whatever their form. A path is a setting like a name, and repeats on the command line.
+    Data that name their users are split by them, unless something else is said."""
+    if data is None or isinstance(data, str | os.PathLike):
+        settings |= {} if data is None else {"dataset": os.fspath(data)}
+        return None
+    known = None if isinstance(data, Dataset) else config  # what it said about the data is in the Dataset by now
+    memory = settings.get("data_memory") or getattr(known, "data_memory", None)
+    made = Dataset.of(data, **{name: settings.get(name) or getattr(known, name, None) for name in COLUMNS}, memory=memory)
+    chosen = settings.get("partition") is not None or "partition" in getattr(config, "model_fields_set", ())
+    if made.users is not None and parts is None and not chosen:
+        settings["partition"] = "user"
+    return made
+
+
+def given(data: Dataset | None, model: nn.Module | None, parts: Any) -> dict[str, Any]:
     """What the configuration has to say about things that are no settings."""
     known: dict[str, Any] = {}
     if data is not None:
-        if not isinstance(data, Dataset):
-            raise SettingError("data", type(data).__name__, "give fedagg.Dataset(x_train, y_train, x_test, y_test)")
         known["dataset"] = data.name if data.untouched else "custom"
     if model is not None:
         if not isinstance(model, nn.Module):
@@ -46,10 +61,26 @@ def given(data: Dataset | None, model: nn.Module | None, parts: Sequence[Any] | 
                 raise SettingError("model", type(model).__name__, words)
         known["model"] = "custom"
     if parts is not None:
-        if not isinstance(parts, Sequence | np.ndarray | Tensor) or len(parts) == 0:
-            raise SettingError("parts", type(parts).__name__, "give a list with the samples of every client, at least one")
-        known |= {"partition": "custom", "clients": len(parts)}
+        owners = ids(parts)
+        if owners is None and (not isinstance(parts, Sequence | Mapping | np.ndarray | Tensor) or len(parts) == 0):
+            words = "give a list or dictionary with the samples of every client, at least one, or the user of every sample"
+            raise SettingError("parts", type(parts).__name__, words)
+        known |= {"partition": "custom", "clients": len(parts) if owners is None else len(np.unique(owners))}
     return known
+
+
+def ids(parts: Any) -> np.ndarray[Any, Any] | None:
+    """The user of every sample, if that is what parts are: a row of numbers or words."""
+    of_each = isinstance(parts, list | tuple) and not all(isinstance(one, str | int | np.integer) for one in parts[:1])
+    if isinstance(parts, Mapping | str) or of_each:
+        return None
+    try:
+        row = np.asarray(parts)
+    except (ValueError, RuntimeError, TypeError):  # ragged, on another device, part of a graph
+        return None
+    if row.dtype == object and row.ndim == 1 and all(isinstance(one, str) for one in row):
+        row = row.astype(str)
+    return row if row.ndim == 1 and len(row) > 0 and row.dtype.kind in "iuUS" else None
 
 
 def own(model: nn.Module) -> nn.Module:
@@ -127,10 +158,15 @@ def followers(callbacks: Any) -> None:
             raise SettingError("callbacks", getattr(callback, "__name__", type(callback).__name__), words)
 
 
-def indices(parts: Sequence[Any], data: Dataset) -> Sequence[Any]:
-    """Indices of every client's samples; masks are taken for what they mark."""
+def indices(parts: Any, data: Dataset) -> Sequence[Any]:
+    """Indices of every client's samples; masks are taken for what they mark, and the users of samples for their owners."""
+    if (owners := ids(parts)) is not None:
+        if len(owners) != len(data):
+            words = f"give the user of each of the {len(data)} training samples, or a list with the samples of every client"
+            raise SettingError("parts", f"{len(owners)} users", words)
+        return partition.by_user(owners)
     checked = []
-    for client, part in enumerate(parts):
+    for client, part in parts.items() if isinstance(parts, Mapping) else enumerate(parts):
         try:
             rows = np.asarray(part)
         except (ValueError, RuntimeError, TypeError):  # ragged, on another device, part of a graph
@@ -246,7 +282,8 @@ def misfit(output: object, y: Tensor, task: Task, data: Dataset) -> str:
 
 def extremes(data: Dataset) -> Tensor:
     """The samples with the smallest and the largest of all tokens: an embedding may have too few rows for them."""
-    sets_of = [(x, x.flatten(1)) for x in (data.x_train, data.x_test)]
+    some = data.x_train if isinstance(data.x_train, Tensor) else data.x_train[:1000]  # the rest stays on the disk
+    sets_of = [(x, x.flatten(1)) for x in (some, data.x_test)]
     return torch.stack([x[at] for x, flat in sets_of for at in (flat.amin(1).argmin(), flat.amax(1).argmax())])
 
 

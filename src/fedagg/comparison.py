@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 import fedagg
 from fedagg import checks, files, plots, plugins, record, runs, scores, sheets, trackers
-from fedagg import data as datasets
 from fedagg.config import Config, make, read, resolve_each
 from fedagg.data import Dataset
 from fedagg.errors import FedaggError, MissingError, SettingError, first_line
-from fedagg.federation import Callback, Result, build_model
+from fedagg.federation import Callback, Result, build_model, chosen_data, counted
 from fedagg.formats import check_run
 from fedagg.measure import ACCURACY, Measure
 from fedagg.reproduce import running
@@ -152,7 +151,7 @@ class Watch:
 def compare(
     methods: str | Iterable[str],
     *,
-    data: Dataset | None = None,
+    data: Any = None,
     model: nn.Module | str | None = None,
     loss: Loss | None = None,
     metric: Metric | str | Callable[[Tensor, Tensor], Tensor] | None = None,
@@ -168,7 +167,7 @@ def compare(
 
     Args:
         methods: names of methods, the first of which the others are compared with.
-        data: your own data in place of a named set.
+        data: your own data in place of a named set, in any form that `fedagg.run` takes.
         model: a name, or your own module.
         loss: per-sample loss of (output, target), (B,); the task's by default.
         metric: what methods are judged by, as `fedagg.run` takes it; the task's by default.
@@ -185,9 +184,10 @@ def compare(
         settings["model"], model = model, None
     if isinstance(metric, str):
         settings["metric"], metric = metric, None
+    data = checks.samples(data, None, None, settings)
     settings |= checks.given(data, model, None)
     names = methods.split(",") if isinstance(methods, str) else list(methods)
-    configs = planned(names, settings, None, preset, seeds)
+    configs, given = planned(names, settings, None, preset, seeds, data)
     mine = [word for word, thing in (("data", data), ("model", model)) if thing is not None]
     mine += [word for word, thing in (("loss", loss), ("metric", metric)) if thing is not None]
     jobs = running.processes(jobs, len(configs))
@@ -195,7 +195,6 @@ def compare(
         raise SettingError("jobs", jobs, f"{', '.join(mine)} from Python cannot be handed to other processes; leave it out")
     if track and folder is None:
         raise SettingError("track", track, "needs a folder for the runs; give out=...")
-    given = data or datasets.load(configs[0].dataset, configs[0].data_dir)
     given_too: dict[str, Any] = {"model": model, "loss": loss, "metric": metric}
     if folder is None and jobs == 1:
         for config in once(configs):
@@ -206,15 +205,24 @@ def compare(
         return found if folder is not None else replace(found, results=[replace(one, run=None) for one in found.results])
 
 
-def planned(names: Sequence[str], settings: Mapping[str, Any], file: Path | None, preset: str | None, seeds: int) -> list[Config]:
-    """The runs. Seeds come outermost, so that a comparison cut short is a whole one of fewer seeds."""
+def planned(
+    names: Sequence[str],
+    settings: Mapping[str, Any],
+    file: Path | None,
+    preset: str | None,
+    seeds: int,
+    data: Dataset | None = None,
+) -> tuple[list[Config], Dataset]:
+    """The runs and their data. Seeds come outermost, so that a comparison cut short is a whole one of fewer seeds."""
     names = [name.strip() for name in names if name.strip()]
     if not names:
         raise SettingError("algorithms", "", "name at least one method, e.g. fedagg,fedavg")
     if seeds < 1:
         raise SettingError("seeds", seeds, "run every method with at least one")
-    first = list({config.method: config for config in resolve_each(names, settings, file, preset)}.values())
-    return [config.changed(seed=config.seed + k) if k else config for k in range(seeds) for config in first]
+    named = resolve_each(names, settings, file, preset)
+    given = data or chosen_data(named[0])
+    first = list({config.method: counted(config, given) for config in named}.values())
+    return [config.changed(seed=config.seed + k) if k else config for k in range(seeds) for config in first], given
 
 
 def once(configs: Sequence[Config]) -> list[Config]:
@@ -303,7 +311,7 @@ def in_folder(cell: Cell, store: Store, stop: Stop, several: bool, track: str) -
         plugins.load(config.plugin)
         begun = (folder / "config.toml").exists()
         follow = [*(trackers.make(name, folder) for name in followed(track)), stop]
-        given = running.dataset(config.dataset, config.data_dir)
+        given = running.data_of(config)
         new, old = (None, folder) if begun else (folder, None)
         result = fedagg.run(config, data=given, out=new, resume=old, callbacks=follow)
     except FedaggError as error:

@@ -55,6 +55,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "mnist-linear": {"dataset": "mnist", "model": "linear", "lr": 0.01, "batch_size": 32, "rounds": 30},
     "mnist-cnn": {"dataset": "mnist", "model": "mnist-cnn", "lr": 0.01, "batch_size": 32, "rounds": 30},
     "emnist-lenet5": {"dataset": "emnist-letters", "model": "lenet5", "lr": 0.1, "batch_size": 64, "rounds": 50},
+    "emnist-union-lenet5": {"dataset": "emnist-letters-union", "model": "lenet5", "lr": 0.1, "batch_size": 64, "rounds": 50},
     "cifar10-cnn": {"dataset": "cifar10", "model": "cifar10-cnn", "lr": 0.1, "batch_size": 32, "rounds": 100},
     "cifar100-vgg11": {
         "dataset": "cifar100",
@@ -108,6 +109,7 @@ class Config(Settings):
             plugins.load(self.plugin)
         self.names_exist(recorded, recorded or method is not None)
         if not recorded:
+            self.data_fit()
             for setting, users in OF_PARTITIONS.items():
                 if setting in self.model_fields_set and self.partition not in users:
                     words = f"the {self.partition} partition has no such setting; {listing(users)}"
@@ -140,9 +142,6 @@ class Config(Settings):
         """What is recorded may come from a plugin that is not here."""
         from fedagg import aggregate, data, models, partition  # they take a second to import, and `fedagg list` needs none
 
-        if Path(self.dataset).suffix in (".csv", ".npy", ".npz", ".pt", ".parquet"):
-            words = "is a file; read it in Python, and give data=fedagg.Dataset(...) to fedagg.run"
-            raise SettingError("dataset", self.dataset, words)
         if not any_method:
             self.method_exists()
         for setting, names, registry in (
@@ -151,12 +150,26 @@ class Config(Settings):
             ("partition", partition.names, partition.REGISTRY),
         ):
             value = getattr(self, setting)
+            if setting == "dataset" and data.is_path(value):
+                continue
             if value != "custom" and not recorded and value not in names() and not registry.has(value):
                 registry.all()
                 raise unknown(setting, value, [*names(), "custom"])
         for setting, known in (("engine", ENGINES), ("robust", aggregate.RULES)):
             if getattr(self, setting) not in known:
                 raise unknown(setting, getattr(self, setting), known)
+
+    def data_fit(self) -> None:
+        """Files are there, only files have columns, and data that name their users are split by them if nothing else is said."""
+        from fedagg import data
+
+        if data.is_path(self.dataset) and not Path(self.dataset).exists():
+            raise SettingError("dataset", self.dataset, "there is no such file or folder")
+        for name in ("target", "user"):
+            if getattr(self, name) is not None and self.dataset != "custom" and not data.is_path(self.dataset):
+                raise SettingError(name, getattr(self, name), f"is for files and tables; {self.dataset} has its own")
+        if "partition" not in self.model_fields_set and (self.user is not None or data.names_users(self.dataset)):
+            self.__dict__["partition"] = "user"
 
     def method_exists(self) -> None:
         from fedagg.algorithms import REGISTRY
@@ -187,6 +200,11 @@ class Config(Settings):
         """The method's registered name: a variant of an algorithm, such as the paper's of FedAgg, is a method of its own."""
         return self.algorithm if self.variant == "default" else f"{self.algorithm}-{self.variant}"
 
+    @property
+    def data_name(self) -> str:
+        """The data set as a part of file names: of a file or folder, its own name."""
+        return Path(self.dataset).stem
+
     def __hash__(self) -> int:
         return hash(frozenset(self.flat().items()))
 
@@ -214,6 +232,8 @@ class Config(Settings):
         same = all(settings.get(name, getattr(self, name)) == getattr(self, name) for name in ("algorithm", "variant"))
         split = settings.get("partition", self.partition)
         leave = set(() if same else self.options) | {name for name, users in OF_PARTITIONS.items() if split not in users}
+        if split == "user" and "clients" not in self.model_fields_set:
+            leave.add("clients")  # the data say how many
         kept = {name: value for name, value in kept.items() if name not in leave}
         return make({**kept, **settings}, recorded=same and method is None and known_method(self.method) is None, method=method)
 
@@ -380,7 +400,10 @@ def resolve_each(
 def settled(chosen: dict[str, Any], base: dict[str, Any], method: type | None = None) -> Config:
     own = declared(method) if method is not None else options_of(chosen)
     # A preset is for every method: of its options, a method takes those that it has.
-    config = make({**{k: v for k, v in base.items() if k in Config.model_fields or k in own}, **chosen}, method=method)
+    fitting = {k: v for k, v in base.items() if k in Config.model_fields or k in own}
+    config = make({**fitting, **chosen}, method=method)
+    if config.partition == "user" and "clients" in fitting:  # how many users there are, the data say
+        config = make({**{k: v for k, v in fitting.items() if k != "clients"}, **chosen}, method=method)
     if "alpha" in chosen and "sigma" not in chosen and config.partition.startswith("dirichlet"):
         words = f"alpha is {config.method}'s own; the concentration of the Dirichlet partition is sigma, {config.sigma:g} here"
         warnings.warn(words, FedaggWarning, stacklevel=2)

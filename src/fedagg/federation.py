@@ -23,7 +23,8 @@ from fedagg.aggregate import FAR
 from fedagg.checkpoint import Checkpoint
 from fedagg.clients import Clients
 from fedagg.config import Config
-from fedagg.data import Dataset, load
+from fedagg.data import Dataset, is_path, load
+from fedagg.data.mapped import READING
 from fedagg.engines.base import Setting, set_precision
 from fedagg.engines.distributed import Team
 from fedagg.errors import FedaggError, FedaggWarning, SettingError
@@ -149,9 +150,9 @@ def run(
     config: Config | None = None,
     *,
     algorithm: algorithms.Algorithm | str | None = None,
-    data: Dataset | None = None,
+    data: Any = None,
     model: nn.Module | str | None = None,
-    parts: Sequence[Any] | None = None,
+    parts: Any = None,
     loss: Loss | None = None,
     metric: Metric | str | Callable[[Tensor, Tensor], Tensor] | None = None,
     preset: str | None = None,
@@ -167,9 +168,9 @@ def run(
         config: a complete configuration, which `settings` change; else `settings` and `preset` make one. Keyword names are the
             command line's options, those of the method among them.
         algorithm: a method's name, or your own object.
-        data: your own data in place of a named set.
+        data: your own data in place of a named set: a Dataset, or anything that `Dataset.of` takes.
         model: a name, or your own module.
-        parts: your own partition, an array of indices (or a mask) per client.
+        parts: your own partition: indices (or a mask) per client, in a list or a dictionary, or the user of every training sample.
         loss: per-sample loss of (output, target), (B,); by default the task's, as cross-entropy for class labels.
         metric: what the run is judged by: one of the task's by name, a `fedagg.tasks.Metric`, or a function of (output, target)
             that gives a score per sample, (B,), of which the mean is reported.
@@ -186,10 +187,11 @@ def run(
     if isinstance(metric, str):
         settings["metric"], metric = metric, None
     checks.followers(callbacks)
+    data = checks.samples(data, parts, config, settings)
     method = checks.method(algorithm, settings)
     config = checks.agreed(config, checks.given(data, model, parts), preset, settings, method)
     simulation = Simulation(config, method, data, model, parts, loss, wrap, metric)
-    server = simulation.server
+    config, server = simulation.config, simulation.server
     with simulation.record(out, resume) as book:
         watching = () if simulation.follows else callbacks
         keeper = Keeper(simulation, book)
@@ -240,14 +242,15 @@ class Simulation:
         wrap: Callable[[engines.Engine], engines.Engine] | None,
         metric: Metric | Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
-        self.config, self.device = config, pick_device(config.device)
+        self.device = pick_device(config.device)
         set_precision(config.precision)
         if config.threads:
             torch.set_num_threads(config.threads)
-        given = (data or load(config.dataset, config.data_dir)).of_task(config.task)
+        given = (data or chosen_data(config)).of_task(config.task)
         self.task = tasks.find(given.task).judged_by(config.metric if metric is None else metric)
         loss = self.task.loss if loss is None else loss
         self.data = seen_data(config, given, parts)
+        self.config = config = counted(config, self.data)
         parts = checks.indices(parts, self.data) if parts is not None else deal(config, self.data)
         parts, held = evaluate.held_out(parts, config.client_test, config.seed) if config.client_test else (parts, None)
         self.module = checks.own(model) if model is not None else build_model(config, self.data)
@@ -429,6 +432,18 @@ def tell_left_out(left_out: dict[str, dict[str, int]], rounds: int) -> None:
         warnings.warn(f"left out ({why}) of {rounds} rounds: client {named}{more}{fix}", FedaggWarning, stacklevel=4)
 
 
+def chosen_data(config: Config, download: bool = True) -> Dataset:
+    """The data set that the settings name."""
+    return load(config.dataset, config.data_dir, download, config.target, config.user, config.task, config.data_memory)
+
+
+def counted(config: Config, data: Dataset) -> Config:
+    """The same with a client for every user of the data, where it is split by them and the number of clients was left open."""
+    if config.partition != "user" or "clients" in config.model_fields_set:
+        return config
+    return config.model_copy(update={"clients": 1 if data.users is None else len(np.unique(data.users))})
+
+
 def seen_data(config: Config, data: Dataset, parts: Sequence[Any] | None) -> Dataset:
     """The data as clients see them: without what is held back, normalised if that was asked for."""
     if config.validation and parts is not None:
@@ -487,6 +502,15 @@ def pick_device(name: str) -> torch.device:
 def deal(config: Config, data: Dataset) -> Sequence[Any]:
     if config.partition == "custom":
         raise SettingError("partition", "custom", "give your own partition from Python as parts=[...]")
+    if config.partition == "user":
+        if data.users is None:
+            words = "the data do not say whose each sample is; name the column with user, or give fedagg.Dataset(..., users=...)"
+            raise SettingError("partition", "user", words)
+        return partition.by_user(data.users, config.clients)
+    if config.partition == "feature" and not isinstance(data.x_train, Tensor):
+        raise SettingError(
+            "partition", "feature", "sorts all samples, and these stay on the disk; choose another, or raise data_memory"
+        )
     if data.task != "classification" and config.partition in partition.BY_LABEL:
         words = f"deals samples by class labels, and the task is {data.task}; choose one of {', '.join(partition.FOR_ALL)}"
         raise SettingError("partition", config.partition, words)
@@ -499,7 +523,7 @@ def deal(config: Config, data: Dataset) -> Sequence[Any]:
         per_client=config.shards,
         deviation=config.deviation,
         column=config.column,
-        x=data.x_train.numpy(),
+        x=data.x_train.numpy() if isinstance(data.x_train, Tensor) else None,
     )
 
 
@@ -573,9 +597,13 @@ def fingerprint(config: Config, data: Dataset, parts: Sequence[Any], module: nn.
     form += [p.detach().cpu().numpy() for p in module.parameters() if not p.requires_grad]  # a checkpoint does not hold these
     known = {"model": digest(form if config.model != "custom" else [*form, repr(module)]), "loss": checks.name_of(loss)}
     known |= {} if task is tasks.CLASSIFICATION else {"metric": task.metric.key}
-    # Of a named set all labels and some samples: there is no need to look at hundreds of megabytes at every start.
-    every = [1 if config.dataset == "custom" else -(-len(x) // LOOKED_AT) for x in (data.x_train, data.x_test)]
-    samples = [x[::step].numpy() for x, step in zip((data.x_train, data.x_test), every, strict=True)]
+    # Of a named set, and of what stays on the disk, all labels and some samples: no need to look at everything at every start.
+    own = config.dataset == "custom" or is_path(config.dataset)
+
+    def looked_at(x: Any) -> int:
+        return (len(x) if own else LOOKED_AT) if isinstance(x, Tensor) else int(min(LOOKED_AT, x.room(READING)))
+
+    samples = [x[:: -(-len(x) // looked_at(x))].numpy() for x in (data.x_train, data.x_test)]
     known["data"] = digest([data.shape, *samples, data.y_train.numpy(), data.y_test.numpy()])
     if config.partition == "custom":
         known["parts"] = digest(piece for part in parts for piece in (len(part), np.asarray(part, dtype=np.int64)))

@@ -26,8 +26,8 @@ Labels = torch.Tensor | npt.NDArray[Any]
 _IID, _SHARDS, _BY_CLIENT, _BY_CLASS, _QUANTITY, _FEATURE = 101, 102, 103, 104, 105, 106
 _TRIES = 100
 BY_LABEL = ("shards", "dirichlet", "dirichlet-class")  # need one class label a sample
-FOR_ALL = ("iid", "quantity", "feature")  # whatever the targets are
-_NAMES = ("iid", "shards", "dirichlet", "dirichlet-class", "quantity", "feature")
+FOR_ALL = ("iid", "quantity", "feature", "user")  # whatever the targets are
+_NAMES = ("iid", "shards", "dirichlet", "dirichlet-class", "quantity", "feature", "user")
 
 
 # Splits of others: functions of labels, number of clients and seed that return an array of indices per client.
@@ -65,7 +65,20 @@ def partition(
         if x is None:
             raise SettingError("partition", name, "sorts samples by a feature, and there are labels alone; choose another")
         return feature(x, clients, column, seed)
+    if name == "user":
+        raise SettingError("partition", name, "goes by who owns the samples, not by labels; see by_user")
     return _own(name, _counted(labels, clients), clients, seed)
+
+
+def by_user(users: npt.ArrayLike, clients: int | None = None) -> Indices:
+    """A client of each user, in the order of their ids; of the users with the most samples where fewer clients are asked for."""
+    ids, owners, sizes = np.unique(np.asarray(users), return_inverse=True, return_counts=True)
+    parts = _gather(np.arange(len(owners)), owners, len(ids))
+    if clients is None or clients == len(ids):
+        return parts
+    if clients > len(ids):
+        raise SettingError("clients", clients, f"the data have {len(ids)} users, and each is one client; give at most that many")
+    return [parts[user] for user in np.sort(np.argsort(-sizes, kind="stable")[:clients])]
 
 
 def _own(name: str, labels: npt.NDArray[Any], clients: int, seed: int) -> Indices:

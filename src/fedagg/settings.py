@@ -16,14 +16,20 @@ class Settings(BaseModel):
 
     algorithm: str = Field("fedagg", description="the method: see `fedagg list`")
     variant: str = Field("default", description="which version of the method, where it has several: default, or paper for FedAgg")
-    dataset: str = Field("mnist-mini", description="the data set, or `custom` for data given from Python")
+    dataset: str = Field(
+        "mnist-mini", description="the data set, the path of a file or folder, or `custom` for data given from Python"
+    )
+    target: str | None = Field(None, description="the column of a file that holds the labels (of a .npy: the file that does)")
+    user: str | None = Field(None, description="the column of a file that says whose each row is (of a .npy: the file that does)")
     model: str = Field("linear", description="the network, or `custom` for a module given from Python")
     task: Literal["classification", "regression", "multilabel", "tokens"] | None = Field(
         None, description="what the targets are (default: as the data tell)"
     )
     metric: str | None = Field(None, description="the figure a run is judged by (default: the task's own)")
     partition: str = Field(
-        "iid", description="how samples are dealt to clients: iid, shards, dirichlet, dirichlet-class, quantity, feature"
+        "iid",
+        description="how samples are dealt to clients: iid, shards, dirichlet, dirichlet-class, quantity, feature, or user for a "
+        "client of each user (the default where the data name users)",
     )
     sigma: float = Field(0.6, gt=0, description="concentration of the Dirichlet partitions; inf is IID")
     shards: int = Field(2, ge=1, description="shards per client in the shards partition")
@@ -31,7 +37,7 @@ class Settings(BaseModel):
         1.0, ge=0, le=10, description="of the logarithm of clients' sizes in the quantity partition; 0 is even"
     )
     column: int = Field(0, ge=0, description="the feature that the feature partition sorts samples by")
-    clients: int = Field(100, ge=1, description="clients in the federation")
+    clients: int = Field(100, ge=1, description="clients in the federation (by user: all of them, or those with the most samples)")
     participation: float = Field(
         0.2, gt=0, le=1, description="share of the clients that takes part in a round, at least one client"
     )
@@ -89,4 +95,9 @@ class Settings(BaseModel):
     )
     client_memory: Literal["auto", "ram", "disk"] = Field("auto", description="where per-client vectors live")
     data_dir: str | None = Field(None, description="where data sets are (default FEDAGG_DATA, else the user's cache)")
+    data_memory: float | None = Field(
+        None,
+        gt=0,
+        description="GiB that the samples of a file may take; more stay on the disk (default half of the machine's)",
+    )
     plugin: tuple[str, ...] = Field((), description="a Python file or module that brings methods, data sets and more")

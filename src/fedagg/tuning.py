@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor, nn
 
 import fedagg
-from fedagg import paired, plots, runs, seeding, sheets
+from fedagg import checks, paired, plots, runs, seeding, sheets
 from fedagg.config import NO_BEARING, OF_PARTITIONS, Config, options_of, resolve
 from fedagg.data import Dataset
 from fedagg.errors import FedaggError, FedaggWarning, SettingError, need
@@ -355,7 +355,7 @@ def tune(
     method: str,
     grid: Mapping[str, Iterable[Any]],
     *,
-    data: Dataset | None = None,
+    data: Any = None,
     model: nn.Module | str | None = None,
     loss: Loss | None = None,
     metric: Judge = None,
@@ -373,7 +373,7 @@ def tune(
     Args:
         method: a method's name.
         grid: the values of each setting, or option of the method, that is tried.
-        data: your own data in place of a named set.
+        data: your own data in place of a named set, in any form that `fedagg.run` takes.
         model: a name, or your own module.
         loss: per-sample loss of (output, target), (B,); the task's by default.
         metric: what points are judged by, as `fedagg.run` takes it; the task's by default.
@@ -386,7 +386,7 @@ def tune(
         out: a folder that keeps the results; the same call goes on from there. Without one nothing is kept.
         settings: those of all runs, as `fedagg.run` takes them; `validation` is the share held back, 0.1 by default.
     """
-    own = Given(data, model, loss, metric)
+    own = Given(checks.samples(data, None, None, settings), model, loss, metric)
     plan = Plan.make(
         method, grid, settings | own.settings, preset=preset, seeds=seeds, random=random, halving=halving, trials=trials
     )
@@ -397,7 +397,7 @@ def sweep(
     method: str,
     grid: Mapping[str, Iterable[Any]],
     *,
-    data: Dataset | None = None,
+    data: Any = None,
     model: nn.Module | str | None = None,
     loss: Loss | None = None,
     metric: Judge = None,
@@ -410,7 +410,7 @@ def sweep(
     """Run a method over a grid of any settings, the task's among them, and show how the result changes. Nothing is chosen, and runs
     are scored on the test set unless `validation` is given. Arguments are those of `fedagg.tune`.
     """
-    own = Given(data, model, loss, metric)
+    own = Given(checks.samples(data, None, None, settings), model, loss, metric)
     plan = Plan.make(method, grid, settings | own.settings, preset=preset, seeds=seeds, choosing=False)
     return own.tried(plan.go_over, jobs, out)
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedagg import comparison, data, plots, scores
+from fedagg import comparison, plots, scores
 from fedagg.algorithms import REGISTRY
 from fedagg.cli.process import leads
 from fedagg.cli.reproduce import Board, Jobs
@@ -53,10 +53,9 @@ def compare(
     if config is not None and str(config) in REGISTRY and not config.exists():
         raise SettingError("config", str(config), f"is a method; separate methods by commas: {algorithms},{config}")
     scores.check_target(target, not (settings.get("task") or settings.get("metric")))
-    configs = comparison.planned(names, settings, config, preset, seeds)
+    configs, given = comparison.planned(names, settings, config, preset, seeds)
     side_by_side = running.processes(jobs, len(configs))
     folder = out_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-compare"
-    given = data.load(configs[0].dataset, configs[0].data_dir)
     watch = Watch() if quiet else Watch(live, board)
     try:
         found = comparison.carry_out(configs, folder, given, side_by_side, track or "", target, watch)

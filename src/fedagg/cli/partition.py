@@ -22,9 +22,9 @@ from fedagg.cli import given as from_python
 from fedagg.cli.catalogue import Plugin
 from fedagg.cli.show import out, waiting
 from fedagg.config import Config, resolve
-from fedagg.data import Dataset, load
+from fedagg.data import Dataset
 from fedagg.errors import FedaggWarning, SettingError
-from fedagg.federation import build_model, deal, finite
+from fedagg.federation import build_model, chosen_data, counted, deal, finite
 
 if TYPE_CHECKING:
     from fedagg.theory.heterogeneity import Dissimilarity, Distances
@@ -69,7 +69,8 @@ def partition(
     if labels is not None:
         samples, known = None, splits.from_file(labels)
     else:
-        samples = load(config.dataset, config.data_dir).held_back(config.validation, config.seed)
+        samples = chosen_data(config).held_back(config.validation, config.seed)
+        config = counted(config, samples)
         known = samples.y_train.numpy()
     models = networks(config, samples, run) if samples else {}
 

@@ -67,7 +67,7 @@ def resumed(folder: Path, file: Path | None, settings: dict[str, Any]) -> Config
 
 def default_folder(config: Config) -> Path:
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    name = f"{stamp}-{config.method}-{config.dataset}-{config.model}-{config.partition}-seed{config.seed}"
+    name = f"{stamp}-{config.method}-{config.data_name}-{config.model}-{config.partition}-seed{config.seed}"
     folder, number = Path("runs") / name, 2
     while folder.exists():
         folder, number = Path("runs") / f"{name}-{number}", number + 1

@@ -13,13 +13,14 @@ from typing import Annotated, Any
 
 import typer
 
-from fedagg import data, files, sheets
+from fedagg import files, sheets
 from fedagg.cli.compare import hint
 from fedagg.cli.reproduce import Jobs, numbers, run_all
 from fedagg.cli.show import err, out, show_sheet
 from fedagg.comparison import check
 from fedagg.config import Config, options_of, said
 from fedagg.errors import FedaggWarning, MissingError, SettingError
+from fedagg.federation import chosen_data
 from fedagg.reproduce import running
 from fedagg.reproduce.results import Store
 from fedagg.tuning import SEEDS, TASK, VALIDATION, Found, Plan, R, Run, Swept, finite, score
@@ -130,7 +131,7 @@ def planned(algorithm: str, file: Path | None, grid: list[str], seeds: str, sett
 def check_first(plan: Plan, every: bool = False) -> None:
     """The first of the runs stands for all, unless their tasks differ."""
     configs = [trial.config for trial in (plan.trials if every else plan.trials[:1])]
-    sets = {config.dataset: data.load(config.dataset, config.data_dir) for config in configs}
+    sets = {config.dataset: chosen_data(config) for config in configs}
     for config in configs:
         check(config, sets[config.dataset])
 

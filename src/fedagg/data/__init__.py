@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from fedagg import seeding
 from fedagg.data import sources, targets
 from fedagg.data.arrays import Array, kind_of, samples_of
+from fedagg.data.mapped import on_disk
 from fedagg.data.sources import Where, fetch, verify, where
 from fedagg.errors import SettingError
 from fedagg.registry import Registry
 from fedagg.tasks import LEAST_VARIANCE
 
-__all__ = ["REGISTRY", "Dataset", "fetch", "load", "names", "register", "verify", "where"]
+__all__ = ["REGISTRY", "Dataset", "fetch", "is_path", "load", "names", "register", "verify", "where"]
 
-
+FILES = (".csv", ".npy", ".npz", ".parquet")
 AT_ONCE = 10_000  # samples that are made float64 at a time
 
 
@@ -29,7 +34,9 @@ class Dataset:
     task: one label a sample, (N,), is classification; numbers that are not whole, (N,) or (N, k), are regression; a matrix of 0 and
     1, (N, k), is multilabel; a label a token, (N, T), is tokens, with -100 for padding. `task` says which where y does not tell.
     `classes` is the number of outputs that this takes: classes (by default the largest label plus one), quantities, labels, or
-    tokens that there are. Inputs are never changed, and not copied where they need no conversion.
+    tokens that there are. Inputs are never changed, and not copied where they need no conversion. `users` says whose each training
+    sample is, for the partition `user`; `labels` are the names of the classes. `Dataset.of` makes one of tables, files and other
+    libraries' data sets.
     """
 
     x_train: torch.Tensor
@@ -39,6 +46,8 @@ class Dataset:
     name: str
     classes: int
     task: str
+    users: np.ndarray[Any, Any] | None
+    labels: tuple[str, ...] | None
     _loaded: list[int] | None = field(default=None, init=False)  # the state of its tensors when `load` made it
 
     def __init__(
@@ -50,11 +59,14 @@ class Dataset:
         name: str = "custom",
         classes: int | None = None,
         task: str | None = None,
+        users: Any = None,
+        labels: Sequence[str] | None = None,
     ) -> None:
         if (kinds := (kind_of("x_train", x_train), kind_of("x_test", x_test)))[0] != kinds[1]:
             raise SettingError("x_test", kinds[1], f"x_train holds {kinds[0]}; give both the same type")
         task = targets.understood(task, x_train, y_train, y_test)
-        x = {"x_train": samples_of("x_train", x_train), "x_test": samples_of("x_test", x_test)}
+        stays: Any = on_disk(x_train)
+        x = {"x_train": stays or samples_of("x_train", x_train), "x_test": samples_of("x_test", x_test)}
         y = targets.read(task, y_train, y_test)
         for part in ("train", "test"):
             if (here := len(x[f"x_{part}"])) != (there := len(y[f"y_{part}"])):
@@ -62,19 +74,36 @@ class Dataset:
         if (found := x["x_test"].shape[1:]) != (shape := x["x_train"].shape[1:]):
             raise SettingError("x_test", tuple(found), f"samples must have the shape of x_train's, {tuple(shape)}")
         count = targets.outputs(task, y, x["x_train"], classes)
-        for key, value in {**x, **y, "name": name, "classes": count, "task": task}.items():
+        people = {"users": None if users is None else owners(users, len(x["x_train"])), "labels": called(labels, count)}
+        for key, value in {**x, **y, "name": name, "classes": count, "task": task, **people}.items():
             object.__setattr__(self, key, value)
+
+    @classmethod
+    def of(cls, source: Any, **options: Any) -> Dataset:
+        """Data as you have them: arrays, tensors, a pandas frame, a torch or Hugging Face data set, a file or a folder.
+
+        Args:
+            source: (x, y), (x, y, x_test, y_test) or (training, test) of anything below; a frame or another table; a torch
+                Dataset or DataLoader; a Hugging Face Dataset or DatasetDict; the path of a CSV, Parquet, NPZ or NPY file, or of a
+                folder of images by class; or a Dataset, which is returned as it is.
+            options: `target`, `features` and `user` name columns of a table; `test` is the share held out where there is no test
+                part (0.2), or the test part itself; `name`, `classes` and `task` are those of the Dataset; samples in files
+                that would take more than `memory` GiB (half of the machine's) stay on the disk.
+        """
+        from fedagg.data import of
+
+        return of.dataset(source, **options)
 
     def of_task(self, task: str | None) -> Dataset:
         """The same samples with their targets understood as those of another task."""
         if task in (None, self.task):
             return self
-        return Dataset(self.x_train, self.y_train, self.x_test, self.y_test, self.name, task=task)
+        return Dataset(self.x_train, self.y_train, self.x_test, self.y_test, self.name, task=task, users=self.users)
 
-    def changed(self, **tensors: torch.Tensor) -> Dataset:
+    def changed(self, **parts: Any) -> Dataset:
         """The same task with other samples."""
-        parts = {key: getattr(self, key) for key in ("x_train", "y_train", "x_test", "y_test")}
-        return Dataset(**(parts | tensors), name=self.name, classes=self.classes, task=self.task)
+        kept = ("x_train", "y_train", "x_test", "y_test", "name", "classes", "task", "users", "labels")
+        return Dataset(**({key: getattr(self, key) for key in kept} | parts))
 
     @property
     def untouched(self) -> bool:
@@ -97,7 +126,8 @@ class Dataset:
         kind = "" if self.task == "classification" else f", task={self.task!r}"
         what = "outputs" if self.task == "regression" else "labels" if self.task == "multilabel" else "classes"
         sizes = f"train={len(self)}, test={len(self.x_test)}, shape={self.shape}"
-        return f"Dataset({self.name!r}, {sizes}{kind}, {what}={self.classes})"
+        people = "" if self.users is None else f", users={len(np.unique(self.users))}"
+        return f"Dataset({self.name!r}, {sizes}{kind}, {what}={self.classes}{people})"
 
     def normalized(self) -> Dataset:
         """The same samples standardised with the training set's mean and deviation.
@@ -108,6 +138,9 @@ class Dataset:
         """
         if not self.x_train.is_floating_point():
             raise SettingError("x_train", "integers", "token ids cannot be normalised; use them as they are")
+        if on_disk(self.x_train) is not None:
+            words = "the samples stay on the disk and are used as they are: standardise the file, or raise data_memory"
+            raise SettingError("normalize", True, words)
         if len(self.shape) == 1:
             mean, std = standard(*pooled([self.x_train]))
         else:
@@ -127,7 +160,10 @@ class Dataset:
         order = torch.randperm(len(self), generator=seeding.torch_generator(seed, "validation"))
         held, rest = order[:count].sort().values, order[count:].sort().values
         x, y = self.x_train, self.y_train
-        return self.changed(x_train=x[rest], y_train=y[rest], x_test=x[held], y_test=y[held])
+        stays = on_disk(x)
+        kept, tested = (x[rest], x[held]) if stays is None else (stays.rows(rest), stays.raw(held.numpy()))
+        users = None if self.users is None else self.users[rest.numpy()]
+        return self.changed(x_train=kept, y_train=y[rest], x_test=tested, y_test=y[held], users=users)
 
 
 Sums = tuple[torch.Tensor, torch.Tensor, int]  # of samples, of their squares, and how many they are
@@ -163,15 +199,58 @@ def names() -> list[str]:
     return [*sources.names(), *REGISTRY]
 
 
-def load(name: str, data_dir: Where = None, download: bool = True) -> Dataset:
-    """A named dataset, with images as float32 in [0, 1]; fetched first where it is missing and `download` allows."""
-    if name not in sources.SOURCES and REGISTRY.has(name):
+def load(
+    name: str,
+    data_dir: Where = None,
+    download: bool = True,
+    target: str | None = None,
+    user: str | None = None,
+    task: str | None = None,
+    memory: float | None = None,
+) -> Dataset:
+    """A named dataset, with images as float32 in [0, 1]; fetched first where it is missing and `download` allows. Or a file or
+    folder by its path, where `target` and `user` name columns, and arrays of more than `memory` GiB stay on the disk."""
+    if is_path(name):
+        made = Dataset.of(name, target=target, user=user, task=task, name=name, memory=memory)
+    elif name not in sources.SOURCES and REGISTRY.has(name):
         own = REGISTRY.find(name)()
         if not isinstance(own, Dataset):
             raise SettingError("dataset", name, f"its function returned a {type(own).__name__}; return a fedagg.Dataset")
-        made = Dataset(own.x_train, own.y_train, own.x_test, own.y_test, name, own.classes, own.task)
+        made = own.changed(name=name)
     else:
-        train, test = sources.read(name, data_dir, download)
-        made = Dataset(*train, *test, name=name, classes=sources.SOURCES[name].classes)
+        found = sources.read(name, data_dir, download)
+        parts = (found.x_train, found.y_train, found.x_test, found.y_test)
+        made = Dataset(*parts, name, sources.SOURCES[name].classes, users=found.users, labels=found.labels)
     object.__setattr__(made, "_loaded", made._versions())
     return made
+
+
+def names_users(name: str) -> bool:
+    """Does the named set of the package say whose each training sample is?"""
+    return name in sources.SOURCES and sources.SOURCES[name].users
+
+
+def is_path(name: str) -> bool:
+    """Is this a file or a folder, and not the name of a set?"""
+    return Path(name).suffix.lower() in FILES or "/" in name or os.sep in name
+
+
+def owners(given: Any, samples: int) -> np.ndarray[Any, Any]:
+    """Whose each sample is: whole numbers or words."""
+    users = np.asarray(given)
+    if users.dtype == object:
+        users = np.array([str(user) for user in users.reshape(-1)]).reshape(users.shape)
+    if users.shape != (samples,) or users.dtype.kind not in "iuUSb":
+        words = f"give a whole number or a word for each of the {samples} training samples"
+        raise SettingError("users", f"{users.dtype} {users.shape}", words)
+    return users
+
+
+def called(given: Sequence[str] | None, classes: int) -> tuple[str, ...] | None:
+    """What the classes are called, each of them."""
+    if given is None:
+        return None
+    names = tuple(str(name) for name in given)
+    if len(names) != classes:
+        raise SettingError("labels", f"{len(names)} names", f"there are {classes} classes; name each of them")
+    return names

@@ -14,6 +14,7 @@ Array = torch.Tensor | np.ndarray[Any, Any]
 
 def kind_of(key: str, value: Array) -> str:
     """How x is to be understood; training and test samples must agree, or one would be scaled and the other not."""
+    value = getattr(value, "source", value)  # the file of what stays on the disk
     if not isinstance(value, torch.Tensor | np.ndarray):
         raise SettingError(
             key, type(value).__name__, "give a torch tensor or a numpy array; np.asarray makes one of lists and tables"

@@ -12,7 +12,7 @@ import math
 import os
 import zlib
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +21,15 @@ from fedagg import files
 from fedagg.errors import DataError
 
 _UBYTE = 0x08
+_KINDS: dict[str, tuple[int, np.dtype[Any]]] = {"ubyte": (_UBYTE, np.dtype(np.uint8)), "int": (0x0C, np.dtype(">i4"))}
 _CHUNK = 1 << 20
 _LIMIT = 1 << 32
 """More bytes than any IDX file in use holds: a small gz file can declare, and hold, far more than memory."""
 
 
-def read_idx(path: str | os.PathLike[str], most: int = _LIMIT) -> npt.NDArray[np.uint8]:
-    """Read an IDX file of unsigned bytes with 1 to 4 dimensions, gz or plain; whatever is wrong is a DataError.
+def read_idx(path: str | os.PathLike[str], most: int = _LIMIT, kind: str = "ubyte") -> npt.NDArray[Any]:
+    """Read an IDX file of unsigned bytes (or of `int`, four bytes each) with 1 to 4 dimensions, gz or plain; whatever is wrong is a
+    DataError.
 
     `most` is the number of bytes that the file may unpack to, where that is known.
     """
@@ -37,9 +39,9 @@ def read_idx(path: str | os.PathLike[str], most: int = _LIMIT) -> npt.NDArray[np
             packed = raw.read(2) == b"\x1f\x8b"
             raw.seek(0)
             if not packed:
-                return _read(raw, path, most)
+                return _read(raw, path, most, kind)
             with gzip.GzipFile(fileobj=raw, mode="rb") as stream:
-                return _read(stream, path, most)
+                return _read(stream, path, most, kind)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read ({_one_line(error)})") from error
 
@@ -59,17 +61,18 @@ def write_idx(path: str | os.PathLike[str], array: npt.NDArray[np.uint8]) -> Non
     files.write(path, content)
 
 
-def _read(stream: BinaryIO | gzip.GzipFile, path: Path, most: int) -> npt.NDArray[np.uint8]:
+def _read(stream: BinaryIO | gzip.GzipFile, path: Path, most: int, kind: str) -> npt.NDArray[Any]:
+    code, dtype = _KINDS[kind]
     magic = stream.read(4)
     if len(magic) < 4 or magic[:2] != b"\0\0":
         raise DataError(f"{path}: not an IDX file (it begins with {magic.hex() or 'nothing'})")
-    if magic[2] != _UBYTE or not 1 <= magic[3] <= 4:
-        raise DataError(f"{path}: IDX of type {magic[2]:#04x} with {magic[3]} dimensions, not ubyte with 1 to 4")
+    if magic[2] != code or not 1 <= magic[3] <= 4:
+        raise DataError(f"{path}: IDX of type {magic[2]:#04x} with {magic[3]} dimensions, not {kind} with 1 to 4")
     header = stream.read(4 * magic[3])
     if len(header) < 4 * magic[3]:
         raise DataError(f"{path}: truncated within its header")
     shape = tuple(int.from_bytes(header[at : at + 4], "big") for at in range(0, len(header), 4))
-    size = math.prod(shape)
+    size = dtype.itemsize * math.prod(shape)
     if not 0 < size <= most:
         raise DataError(f"{path}: declares the sizes {shape}, which cannot be right")
     content = bytearray()
@@ -82,7 +85,7 @@ def _read(stream: BinaryIO | gzip.GzipFile, path: Path, most: int) -> npt.NDArra
     if len(content) != size:
         held = f"only {len(content)}" if len(content) < size else "more"
         raise DataError(f"{path}: declares {size} bytes of {shape} and holds {held}")
-    return np.frombuffer(content, dtype=np.uint8).reshape(shape)
+    return np.frombuffer(content, dtype=dtype).reshape(shape)
 
 
 def _one_line(error: BaseException) -> str:

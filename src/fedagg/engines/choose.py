@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from fedagg.data.mapped import on_disk
 from fedagg.engines import stacked
 from fedagg.engines.base import Engine, Setting
 from fedagg.engines.batched import Batched, has_triton
@@ -24,6 +25,7 @@ from fedagg.engines.sequential import Sequential
 from fedagg.engines.threaded import Threaded, draws
 from fedagg.engines.trial import Trial
 from fedagg.engines.vmapped import VmappedNetwork
+from fedagg.engines.windowed import Windowed, window
 from fedagg.errors import SettingError
 from fedagg.models import PUBLISHED
 from fedagg.work import cross_entropy
@@ -44,7 +46,15 @@ class EngineOptions(Protocol):
 
 def build(name: str, setting: Setting, options: EngineOptions) -> Engine:
     """The engine of that name, on a setting that is its own: what it is given stays as it is."""
-    setting = replace(setting, half=options.precision == "bf16", x=ordered(setting))
+    if (whole := on_disk(setting.x)) is not None:
+        some = window(setting, whole)
+        some = replace(some, x=ordered(some))
+        return Windowed(on(some, name, options), whole, setting.y, some)
+    return on(replace(setting, x=ordered(setting)), name, options)
+
+
+def on(setting: Setting, name: str, options: EngineOptions) -> Engine:
+    setting = replace(setting, half=options.precision == "bf16")
     if name == "distributed" or (name == "auto" and int(os.environ.get("WORLD_SIZE", "1")) > 1):
         return Distributed(setting, functools.partial(pick, options=options))
     if name == "sequential":

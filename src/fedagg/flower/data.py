@@ -11,18 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from flwr.app import Context
-from torch.utils.data import DataLoader
-from torch.utils.data import Dataset as TorchDataset
 
 from fedagg import files
-from fedagg.data import Dataset
-from fedagg.errors import SettingError
-
-FORMS = (
-    "return (x, y), (x, y, x_test, y_test), a torch Dataset or DataLoader, a pair of those (training, test), or a fedagg.Dataset"
-)
+from fedagg.data import Dataset, of
 
 
 @dataclass(frozen=True)
@@ -32,24 +24,13 @@ class NodeData:
 
 
 def node_data(given: Any) -> NodeData:
-    """What the user's `data(context)` returned, checked."""
+    """What the user's `data(context)` returned, checked. Labels are taken as they are: to number words, a node would have to know
+    those of all the others."""
     if isinstance(given, Dataset):
         return NodeData(given, True)
-    if isinstance(given, TorchDataset | DataLoader):
-        given = stacked(given)
-    elif isinstance(given, tuple | list) and given and isinstance(given[0], TorchDataset | DataLoader):
-        given = tuple(tensor for part in given for tensor in stacked(part))
-    if not isinstance(given, tuple | list) or len(given) not in (2, 4):
-        raise SettingError("data(context)", type(given).__name__, FORMS)
-    tests = len(given) == 4
-    return NodeData(Dataset(*given) if tests else Dataset(*given, *given), tests)
-
-
-def stacked(samples: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every sample of a map-style dataset in one tensor. Transforms run once, here."""
-    source: Any = samples.dataset if isinstance(samples, DataLoader) else samples
-    pairs = [source[i] for i in range(len(source))]
-    return torch.stack([torch.as_tensor(x) for x, _ in pairs]), torch.tensor([int(y) for _, y in pairs])
+    train, test = of.read(given)
+    parts = (train, test or train)
+    return NodeData(Dataset(*(array for part in parts for array in (part.x, part.y))), test is not None)
 
 
 def cached(context: Context, make: Callable[[], Sequence[Any]], name: str = "data") -> tuple[np.ndarray, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 from fedagg import federation, runs
 from fedagg.errors import FedaggError
 from fedagg.report.content import FIGURES, PROGRESS, Column, Content, Entry, Group, Series
-from fedagg.reproduce.running import dataset
+from fedagg.reproduce.running import data_of
 from fedagg.runs import Run
 
 MOST_CLIENTS = 200  # rows of a heat map: more cannot be told apart on a screen
@@ -138,7 +138,7 @@ def partitions(trials: Sequence[Entry]) -> list[dict[str, Any]]:
         if key in found or len(found) == MOST_MAPS:
             continue
         try:
-            given = dataset(c.dataset, c.data_dir).of_task(c.task).held_back(c.validation, c.seed)
+            given = data_of(c).of_task(c.task).held_back(c.validation, c.seed)
             if given.task != "classification":
                 continue
             counts = label_counts(given.y_train.numpy(), federation.deal(c, given), given.classes)

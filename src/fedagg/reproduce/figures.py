@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from fedagg import data, federation, plots
+from fedagg import federation, plots
 from fedagg.errors import DataError
 from fedagg.plots import Bars, Panel, Series
 from fedagg.reproduce import table
@@ -102,10 +102,10 @@ def partition(spec: Spec, folder: Path, formats: Sequence[str]) -> list[Path]:
     for row in spec.rows:
         config = spec.config(row, "fedavg", spec.participation[0], 0)
         try:
-            labels = data.load(config.dataset, config.data_dir, download=False)
+            labels = federation.chosen_data(config, download=False)
         except DataError:
             return []
-        parts = federation.deal(config, labels)
+        parts = federation.deal(federation.counted(config, labels), labels)
         found = heterogeneity.label_counts(labels.y_train.numpy(), parts, labels.classes)
         counts[row.distribution] = found
         distances[row.distribution] = heterogeneity.distances(found).wasserstein

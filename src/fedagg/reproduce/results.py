@@ -62,7 +62,7 @@ def key(config: Config) -> str:
     digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:10]
     split = f"{config.partition}{config.sigma:g}" if config.partition.startswith("dirichlet") else config.partition
     share = f"p{100 * config.participation:g}"
-    return f"{config.dataset}_{config.model}_{split}_{share}_{config.method}_seed{config.seed}_{digest}"
+    return f"{config.data_name}_{config.model}_{split}_{share}_{config.method}_seed{config.seed}_{digest}"
 
 
 class Store:
@@ -74,7 +74,7 @@ class Store:
         self.take_over()
 
     def path(self, config: Config) -> Path:
-        return self.folder / f"{config.dataset}_{config.model}.jsonl"
+        return self.folder / f"{config.data_name}_{config.model}.jsonl"
 
     def partial(self, config: Config) -> Path:
         """The run folder of a cell that is not finished; it is removed when the cell is."""

@@ -207,7 +207,7 @@ def run_cell(cell: Cell, store: Store, stop: Stop, watch: Sequence[Callback] = (
 
 def train(config: Config, folder: Path, callbacks: Sequence[Callback]) -> Result:
     plugins.load(config.plugin)  # a process of its own does not have them
-    given = dataset(config.dataset, config.data_dir)
+    given = data_of(config)
     if (folder / "config.toml").exists():
         try:
             return fedagg.run(config, data=given, resume=folder, callbacks=callbacks)
@@ -219,14 +219,17 @@ def train(config: Config, folder: Path, callbacks: Sequence[Callback]) -> Result
     return fedagg.run(config, data=given, out=folder, callbacks=callbacks)
 
 
-@lru_cache(maxsize=1)
-def dataset(name: str, data_dir: str | None) -> Dataset:
-    return data.load(name, data_dir, download=False)
+def data_of(config: Config) -> Dataset:
+    """The data set that the settings name; the last one is kept."""
+    return dataset(config.dataset, config.data_dir, False, config.target, config.user, config.task, config.data_memory)
+
+
+dataset = lru_cache(maxsize=1)(data.load)
 
 
 def why_missing(name: str, data_dir: str | None) -> str:
     """Nothing when the data is there or can be brought; else why not."""
-    if data.REGISTRY.has(name):  # made by a function, not fetched
+    if data.REGISTRY.has(name) or data.is_path(name):  # made by a function or a file of the user's, not fetched
         return ""
     try:
         data.fetch(name, data_dir)

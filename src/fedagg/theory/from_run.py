@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedagg import federation, runs
+from fedagg import checks, federation, runs
 from fedagg.config import Config
-from fedagg.data import Dataset, load
+from fedagg.data import Dataset
 from fedagg.engines.threaded import draws
 from fedagg.errors import FedaggWarning, SettingError
 from fedagg.evaluate import held_out
@@ -118,13 +118,13 @@ def analyse(
     if not count:
         raise SettingError("run", str(folder), "has no finished round")
     config = repeatable(run.config, count, data_dir)
-    data = (data or load(config.dataset, config.data_dir)).of_task(config.task).held_back(config.validation, config.seed)
+    data = (data or federation.chosen_data(config)).of_task(config.task).held_back(config.validation, config.seed)
     if data.task != "classification":
         raise SettingError(
             "run", str(folder), f"its task is {data.task}, and the bounds are those of cross-entropy on class labels"
         )
     seen = data.normalized() if config.normalize else data
-    parts = parts if parts is not None else federation.deal(config, data)
+    parts = checks.indices(parts, data) if parts is not None else federation.deal(config, data)
     if config.client_test:
         parts, _ = held_out(parts, config.client_test, config.seed)
     module = model if model is not None else federation.build_model(config, seen)

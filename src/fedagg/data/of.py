@@ -1,0 +1,520 @@
+"""Data as people have them, as a Dataset: arrays, tables, other libraries' data sets, files and folders.
+
+Everything becomes parts, training and test, of samples and targets; a table is a dictionary of columns on the way. Other libraries
+are known by what their objects can do, so none of them is imported, and no file is unpickled.
+"""
+
+from __future__ import annotations
+
+import atexit
+import csv
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import Dataset as TorchDataset
+
+from fedagg import seeding
+from fedagg.data import Dataset
+from fedagg.data.mapped import READING, Mapped, allowed
+from fedagg.data.mapped import TEST as KEPT
+from fedagg.errors import FedaggError, SettingError, first_line, unknown
+
+Array = np.ndarray[Any, Any]
+TARGETS = ("label", "labels", "target", "y")  # what a column of labels is called where nobody says
+PICTURES = (".png", ".jpg", ".jpeg")
+TEST = 0.2
+FEW = 1000  # whole numbers of a table's target that are taken for names of classes
+FORMS = (
+    "give (x, y), (x, y, x_test, y_test), a table, a torch or Hugging Face data set, a pair of those (training, test), the path of "
+    "a file or folder, or a fedagg.Dataset"
+)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns of a table are what. `user` may also be the ids themselves. `room` is what samples may take, in bytes."""
+
+    target: Sequence[str] | str | None = None
+    features: Sequence[str] | str | None = None
+    user: Any = None
+    room: float = math.inf
+
+    def split(self, table: Iterable[str]) -> tuple[list[str], list[str], str | None]:
+        """Targets, features and user, of the columns that there are."""
+        names = list(table)
+        target, user = target_of(names, self), self.user if isinstance(self.user, str) else None
+        if user is not None and user not in names:
+            raise unknown("user", user, names)
+        chosen = [name for name in names if name not in (*target, user)] if self.features is None else self.features
+        return target, [chosen] if isinstance(chosen, str) else list(chosen), user
+
+
+@dataclass(frozen=True)
+class Part:
+    x: Any
+    y: Any
+    users: Any = None
+    names: tuple[str, ...] | None = None  # what the classes are called
+    table: bool = False
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def rows(self, chosen: Array) -> Part:
+        users = None if self.users is None else np.asarray(self.users)[chosen]
+        x = self.x.rows(chosen) if isinstance(self.x, Mapped) else self.x[chosen]
+        return replace(self, x=x, y=self.y[chosen], users=users)
+
+
+def dataset(
+    source: Any,
+    *,
+    target: Sequence[str] | str | None = None,
+    features: Sequence[str] | str | None = None,
+    user: Any = None,
+    test: Any = None,
+    name: str | None = None,
+    classes: int | None = None,
+    task: str | None = None,
+    memory: float | None = None,
+) -> Dataset:
+    """See `Dataset.of`."""
+    if isinstance(source, Dataset):
+        for option, value in (("target", target), ("features", features), ("user", user), ("test", test), ("classes", classes)):
+            if value is not None:
+                raise SettingError(option, value, "a Dataset has all it needs; give this when you make it")
+        return source if task is None else source.of_task(task)
+    room = allowed(memory)
+    columns = Columns(target, features, user, room)
+    train, own_test = read(source, columns)
+    if isinstance(train.x, np.memmap) and Mapped.size(train.x) > room:
+        train = replace(train, x=Mapped(train.x, room))
+    if test is not None and own_test is not None:
+        raise SettingError("test", test, "the data have a test part already; leave it out")
+    if test is None or isinstance(test, int | float):
+        train, tested = (train, own_test) if own_test is not None else held_out(train, TEST if test is None else test)
+    else:
+        tested = read(test, replace(columns, user=None) if ids(user) else columns)[0]
+    train, tested = as_wide(train, tested), as_wide(tested, train)
+    y_train, y_test, labels = numbered(train, tested) if task in (None, "classification") else (train.y, tested.y, None)
+    if name is None:
+        name = Path(source).stem if isinstance(source, str | os.PathLike) else "custom"
+    count = classes if classes is not None or labels is None else len(labels)
+    named = labels if labels is not None and count == len(labels) else None
+    return Dataset(train.x, y_train, tested.x, y_test, name, count, task, train.users, named)
+
+
+def read(source: Any, columns: Columns | None = None) -> tuple[Part, Part | None]:
+    """Training part, and test part where the source has one."""
+    columns = columns or Columns()
+    if isinstance(source, str | os.PathLike):
+        return from_path(Path(source), columns)
+    if isinstance(source, Mapping) and (splits := [key for key in source if is_hugging(source[key])]):
+        tested = next((key for key in ("test", "validation") if key in splits), None)
+        if "train" not in splits:
+            raise SettingError("data", ", ".join(map(str, splits)), "has no split named train; give one of its splits")
+        return single(source["train"], columns), None if tested is None else single(source[tested], columns)
+    if isinstance(source, tuple | list):
+        if len(source) == 4:
+            users = {"users": columns.user} if columns.user is not None else {}
+            return Part(array(source[0]), array(source[1]), **users), Part(array(source[2]), array(source[3]))
+        apart = getattr(source[-1], "ndim", 2) == 1 or all(str(one).endswith(".npy") for one in source)
+        if len(source) == 2 and is_whole(source[0]) and not apart:
+            return read(source[0], columns)[0], read(source[1], replace(columns, user=None) if ids(columns.user) else columns)[0]
+        if len(source) == 2:
+            return Part(array(source[0]), array(source[1]), columns.user), None
+        raise SettingError("data", f"{type(source).__name__} of {len(source)}", FORMS)
+    return single(source, columns), None
+
+
+def single(source: Any, columns: Columns) -> Part:
+    """One part, of something that holds samples and targets together."""
+    if isinstance(source, TorchDataset | DataLoader):
+        return Part(*stacked(source), columns.user)
+    if (table := table_of(source)) is not None:
+        part = from_table(table, columns)
+        label = getattr(source, "features", None)
+        names = getattr(label[target_of(table, columns)[0]], "names", None) if isinstance(label, Mapping) else None
+        return part if names is None else replace(part, names=tuple(names))
+    raise SettingError("data", type(source).__name__, FORMS)
+
+
+def ids(user: Any) -> bool:
+    """Are these the users of samples, and not the name of a column?"""
+    return user is not None and not isinstance(user, str)
+
+
+def is_whole(source: Any) -> bool:
+    """Does this hold samples and targets together?"""
+    return isinstance(source, TorchDataset | DataLoader | str | os.PathLike) or is_table(source)
+
+
+def is_hugging(source: Any) -> bool:
+    return hasattr(source, "column_names") and hasattr(source, "features")
+
+
+def is_table(source: Any) -> bool:
+    return is_hugging(source) or (hasattr(source, "columns") and hasattr(source, "__getitem__")) or isinstance(source, Mapping)
+
+
+def array(value: Any) -> Any:
+    """Samples or targets alone, as an array or a tensor."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return value
+    if isinstance(value, str | os.PathLike):
+        return npy(Path(value), "data")
+    if hasattr(value, "toarray"):  # a sparse matrix of SciPy's
+        return value.toarray()
+    if hasattr(value, "columns"):
+        table = table_of(value) or {}
+        return features_of(table, list(table))
+    return plain("data", value)
+
+
+# --- torch -----------------------------------------------------------------------------------------------------------
+
+
+def stacked(samples: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every sample of a map-style dataset in one tensor. Transforms run once, here."""
+    source: Any = samples.dataset if isinstance(samples, DataLoader) else samples
+    if isinstance(source, IterableDataset) or not hasattr(source, "__len__"):
+        raise SettingError("data", type(source).__name__, "has no length: give a map-style dataset, or arrays")
+    if type(source) is TensorDataset and len(source.tensors) == 2:
+        return source.tensors[0], source.tensors[1]
+    pairs = [source[i] for i in range(len(source))]
+    if not pairs or not isinstance(pairs[0], tuple | list) or len(pairs[0]) != 2:
+        raise SettingError("data", type(source).__name__, "must give (sample, target) for each index, and have some")
+    x, y = ([torch.as_tensor(pixels(part) if is_picture(part) else part) for part in parts] for parts in zip(*pairs, strict=True))
+    try:
+        return torch.stack(x), torch.stack(y)
+    except RuntimeError as error:
+        words = f"its samples differ in shape: {first_line(error)}; crop or pad them"
+    raise SettingError("data", type(source).__name__, words)
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def table_of(source: Any) -> dict[str, Any] | None:
+    """The columns of a table: of pandas, polars, pyarrow, Hugging Face, or a dictionary of arrays."""
+    if is_hugging(source):
+        if not hasattr(source, "__len__"):
+            raise SettingError("data", type(source).__name__, "is streamed and has no end: take some of it into a data set first")
+        whole = source.with_format("numpy")[:]
+        pictures = [name for name in source.column_names if type(source.features[name]).__name__ == "Image"]
+        return {name: channels_first(whole[name]) if name in pictures else whole[name] for name in source.column_names}
+    if not is_table(source):
+        return None
+    return {str(name): source[name] for name in (source if isinstance(source, Mapping) else source.columns)}
+
+
+def target_of(table: Sequence[str] | Mapping[str, Any], columns: Columns) -> list[str]:
+    chosen = [columns.target] if isinstance(columns.target, str) else list(columns.target or ())
+    for name in chosen:
+        if name not in table:
+            raise unknown("target", name, table)
+    if chosen := chosen or [name for name in TARGETS if name in table][:1]:
+        return chosen
+    raise SettingError("target", None, f"name the column that holds the labels: {', '.join(table)}")
+
+
+def from_table(table: Mapping[str, Any], columns: Columns) -> Part:
+    target, features, user = columns.split(table)
+    return targeted(features_of(table, features), table, target, columns.user if user is None else table[user])
+
+
+def targeted(x: Array, table: Mapping[str, Any], target: list[str], users: Any) -> Part:
+    y = [plain(name, table[name]) for name in target]
+    return Part(x, y[0] if len(y) == 1 else np.column_stack(y), None if users is None else plain("user", users), table=True)
+
+
+def features_of(table: Mapping[str, Any], chosen: list[str]) -> Array:
+    """Columns of numbers side by side as float32; or the one column that holds an array a row, as it is."""
+    if not chosen:
+        raise SettingError("features", chosen, f"name at least one column of {', '.join(table)}")
+    for name in chosen:
+        if name not in table:
+            raise unknown("features", name, table)
+    found = {name: plain(name, table[name]) for name in chosen}
+    deep = [name for name, column in found.items() if column.ndim > 1]
+    if deep and len(found) > 1:
+        raise SettingError("features", ", ".join(found), f"{deep[0]} holds an array a row: name it alone, or the others")
+    for name, column in found.items():
+        if column.dtype.kind not in "biuf":
+            kind = "text" if column.dtype.kind in "OUS" else str(column.dtype)
+            others = [other for other in found if found[other].dtype.kind in "biuf"]
+            words = f"holds {kind}; turn it into numbers (pandas.get_dummies), or leave it out: features={others}"
+            raise SettingError("features", name, words)
+    return found[deep[0]] if deep else np.column_stack([column.astype(np.float32) for column in found.values()])
+
+
+def plain(name: str, column: Any) -> Array:
+    """A column as an array of numbers, of words, or with an array a row; rows of tokens that differ in length are padded by 0."""
+    try:
+        made = np.asarray(column)
+    except ValueError:  # rows of different lengths
+        made = np.empty(len(column), dtype=object)
+        made[:] = list(column)
+    if made.dtype != object:
+        return made
+    rows = list(made.reshape(-1)) if made.ndim == 1 else [None]
+    if all(isinstance(row, str) for row in rows):
+        return np.array(rows)
+    if all(is_picture(row) for row in rows):
+        rows = [pixels(row) for row in rows]
+    if all(isinstance(row, list | tuple | np.ndarray) for row in rows):
+        arrays = [np.asarray(row) for row in rows]
+        if len({row.shape for row in arrays}) == 1:
+            return np.stack(arrays)
+        if all(row.ndim == 1 and (row.dtype.kind in "iu" or not row.size) for row in arrays):
+            padded = np.zeros((len(arrays), max(len(row) for row in arrays)), dtype=np.int64)
+            for at, row in enumerate(arrays):
+                padded[at, : len(row)] = row
+            return padded
+        raise SettingError("data", name, f"its rows differ in shape: {arrays[0].shape} and others; crop or pad them")
+    try:
+        return made.astype(np.float64)  # numbers, and something that stands for those that are missing
+    except (ValueError, TypeError):
+        kinds = sorted({type(row).__name__ for row in rows})
+    raise SettingError("data", name, f"holds {' and '.join(kinds[:3])}; give a column of one kind, without missing values")
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def from_path(path: Path, columns: Columns) -> tuple[Part, Part | None]:
+    if path.is_dir():
+        return from_folder(path, columns)
+    if not path.is_file():
+        raise SettingError("dataset", str(path), "there is no such file or folder")
+    kind = path.suffix.lower()
+    if kind in (".csv", ".parquet"):
+        return from_table(from_csv(path), columns) if kind == ".csv" else from_parquet(path, columns), None
+    if kind == ".npz":
+        return from_npz(path)
+    if kind == ".npy":
+        return from_npy(path, columns), None
+    raise SettingError("dataset", str(path), "give a .csv, .parquet, .npz or .npy file, or a folder of images by class")
+
+
+def from_folder(folder: Path, columns: Columns) -> tuple[Part, Part | None]:
+    """Images by class, in train and test or all together; or the tables or arrays of those names."""
+    for ending in (".csv", ".parquet"):
+        if (train := folder / f"train{ending}").is_file():
+            tested = train.with_stem("test")
+            return from_path(train, columns)[0], from_path(tested, columns)[0] if tested.is_file() else None
+    if (folder / "x_train.npy").is_file():
+        held = {name: npy(folder / f"{name}.npy", "dataset") for name in ARRAYS if (folder / f"{name}.npy").is_file()}
+        return from_arrays(folder, held)
+    return from_images(folder)
+
+
+def from_images(folder: Path) -> tuple[Part, Part | None]:
+    tops = [folder / "train", folder / "test"] if (folder / "train").is_dir() else [folder]
+    found = [(path, top) for top in tops for path in sorted(top.glob("*/*")) if path.suffix.lower() in PICTURES]
+    if not found:
+        raise SettingError("dataset", str(folder), f"has no images: put {', '.join(PICTURES)} into a folder for each class")
+    if find_spec("PIL") is None:
+        raise SettingError("dataset", str(folder), "images are read by Pillow, which is not installed: pip install Pillow")
+    from PIL import Image
+
+    held: dict[Path, list[Array]] = {top: [] for top in tops}
+    for path, top in found:
+        try:
+            with Image.open(path) as image:
+                held[top].append(np.asarray(image.convert("L" if image.mode in ("1", "L") else "RGB")))
+        except Exception as error:  # Pillow's readers fail in many ways on what is no image
+            raise SettingError("dataset", str(path), f"cannot be read as an image: {first_line(error)}") from None
+    every = [picture for top in tops for picture in held[top]]
+    if any(picture.ndim == 3 for picture in every):  # some are in colour: then all are
+        held = {top: [np.broadcast_to(p[..., None], (*p.shape, 3)) if p.ndim == 2 else p for p in held[top]] for top in tops}
+    sizes = [picture.shape for top in tops for picture in held[top]]
+    if odd := [(path, size) for (path, _), size in zip(found, sizes, strict=True) if size != sizes[0]]:
+        words = f"is {odd[0][1][1]} x {odd[0][1][0]}, and the first one {sizes[0][1]} x {sizes[0][0]}; make them one size"
+        raise SettingError("dataset", str(odd[0][0]), words)
+    names = tuple(sorted({path.parent.name for path, _ in found}))
+    parts = []
+    for top in tops:
+        labels = np.array([names.index(path.parent.name) for path, where in found if where == top], dtype=np.int64)
+        if len(labels):
+            parts.append(Part(channels_first(np.stack(held[top])), labels, names=names))
+    if not any(top == tops[0] for _, top in found):
+        raise SettingError("dataset", str(tops[0]), "has no images to train on")
+    return parts[0], parts[1] if parts[1:] else None
+
+
+def is_picture(value: Any) -> bool:
+    """Is this an image of Pillow's?"""
+    return type(value).__module__.startswith("PIL.")
+
+
+def pixels(image: Any) -> Array:
+    made: Array = channels_first(np.asarray(image)[None])[0]
+    return made
+
+
+def channels_first(images: Any) -> Array:
+    """(n, height, width) or (n, height, width, channels) as torch has them, (n, channels, height, width)."""
+    stack = plain("images", images)
+    return stack[:, None] if stack.ndim == 3 else np.ascontiguousarray(stack.transpose(0, 3, 1, 2))
+
+
+def from_csv(path: Path) -> dict[str, Array]:
+    """Columns by the names in the first line: of whole numbers, of numbers, or of text."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as stream:
+            lines = csv.reader(stream)
+            header, rows = [name.strip() for name in next(lines, [])], [row for row in lines if row]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise SettingError("dataset", str(path), f"cannot be read as CSV: {first_line(error)}") from None
+    if not rows or len(set(header)) < len(header) or all(number(name) for name in header):
+        raise SettingError("dataset", str(path), "the first line must name the columns, each once, and rows must follow")
+    if uneven := [at for at, row in enumerate(rows) if len(row) != len(header)]:
+        words = f"row {uneven[0] + 1} has {len(rows[uneven[0]])} values, and the first line {len(header)}"
+        raise SettingError("dataset", str(path), words)
+    return {name: typed(column) for name, column in zip(header, zip(*rows, strict=True), strict=True)}
+
+
+def number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def typed(column: Sequence[str]) -> Array:
+    """An empty cell among numbers is one that is missing."""
+    for kind in (np.int64, np.float64):
+        try:
+            return np.array([cell or "nan" for cell in column] if kind is np.float64 else column).astype(kind)
+        except (ValueError, OverflowError):
+            continue
+    return np.array(column)
+
+
+def from_parquet(path: Path, columns: Columns) -> Part:
+    if find_spec("pyarrow") is None:
+        raise SettingError("dataset", str(path), "Parquet is read by pyarrow, which is not installed: pip install pyarrow")
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            about = file.metadata
+            size = sum(about.row_group(group).total_byte_size for group in range(about.num_row_groups))
+            if size <= columns.room:
+                return from_table(numpy_of(file.read()), columns)
+            target, features, user = columns.split(file.schema_arrow.names)
+            rows = max(1, int(columns.room / READING / size * about.num_rows))
+            batches = (features_of(numpy_of(some), features) for some in file.iter_batches(rows, columns=features))
+            x = unpacked(batches, about.num_rows)
+            table = numpy_of(file.read([*target, *([] if user is None else [user])]))
+            return targeted(x, table, target, columns.user if user is None else table[user])
+    except FedaggError:
+        raise
+    except Exception as error:  # pyarrow's own errors, and those of the file system
+        raise SettingError("dataset", str(path), f"cannot be read as Parquet: {first_line(error)}") from None
+
+
+def numpy_of(table: Any) -> dict[str, Any]:
+    """The columns of an Arrow table or batch."""
+    return {name: column.to_numpy(zero_copy_only=False) for name, column in zip(table.schema.names, table.columns, strict=True)}
+
+
+def unpacked(batches: Iterable[Array], count: int) -> np.memmap[Any, Any]:
+    """Batches of samples one after the other in a .npy file, which goes when the process ends: Parquet has no single rows."""
+    folder = tempfile.mkdtemp(prefix="fedagg-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path, whole, at = Path(folder) / "x.npy", None, 0
+    for batch in batches:
+        if whole is None:
+            whole = np.lib.format.open_memmap(path, mode="w+", dtype=batch.dtype, shape=(count, *batch.shape[1:]))
+        whole[at : at + len(batch)] = batch
+        at += len(batch)
+    del whole
+    return np.lib.format.open_memmap(path, mode="r")
+
+
+ARRAYS = ("x_train", "y_train", "x_test", "y_test", "x", "y", "users")
+
+
+def from_npz(path: Path) -> tuple[Part, Part | None]:
+    try:
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as held:
+            found = {name.lower(): held[name] for name in held.files if name.lower() in ARRAYS}
+            names = ", ".join(held.files)
+    except Exception as error:  # the readers of zip and npy fail in many ways on what is neither
+        raise SettingError("dataset", str(path), f"cannot be read as NPZ: {first_line(error)}") from None
+    return from_arrays(path, found, names)
+
+
+def from_arrays(path: Path, found: Mapping[str, Array], names: str = "") -> tuple[Part, Part | None]:
+    """Arrays by their names: x_train and y_train, or x and y; and x_test, y_test and users where there are any."""
+    x, y = next(((a, b) for a, b in (("x_train", "y_train"), ("x", "y")) if a in found and b in found), ("", ""))
+    if not x:
+        words = f"needs x_train and y_train, or x and y, beside x_test, y_test and users where there are any; it has {names}"
+        raise SettingError("dataset", str(path), words)
+    tested = Part(found["x_test"], found["y_test"]) if "x_test" in found and "y_test" in found else None
+    return Part(found[x], found[y], found.get("users")), tested
+
+
+def from_npy(path: Path, columns: Columns) -> Part:
+    """Samples; targets and users are in files of their own."""
+    if not isinstance(columns.target, str):
+        raise SettingError("target", columns.target, f"{path.name} holds samples alone; name the .npy file with their labels")
+    users = npy(Path(columns.user), "user") if isinstance(columns.user, str) else columns.user
+    return Part(npy(path, "dataset"), npy(Path(columns.target), "target"), users)
+
+
+def npy(path: Path, setting: str) -> Array:
+    """An array that stays on the disk until it is used; mapping a file never unpickles."""
+    try:
+        return np.lib.format.open_memmap(path, mode="r")
+    except Exception as error:  # numpy's reader fails in a dozen ways on a damaged header
+        raise SettingError(setting, str(path), f"cannot be read as .npy: {first_line(error)}") from None
+
+
+# --- targets and the test part ---------------------------------------------------------------------------------------
+
+
+def numbered(train: Part, test: Part) -> tuple[Any, Any, tuple[str, ...] | None]:
+    """Words as numbers, over both parts, and the words in that order; whole numbers of a table, too, that do not count from 0."""
+    if train.names is not None or not all(isinstance(part.y, np.ndarray) and part.y.ndim == 1 for part in (train, test)):
+        return train.y, test.y, train.names
+    both = np.concatenate([train.y, test.y])
+    words = both.dtype.kind in "OUSb"
+    if not words and not (train.table and both.dtype.kind in "iu"):
+        return train.y, test.y, None
+    names, numbers = np.unique(both, return_inverse=True)
+    if not words and (len(names) > FEW or np.array_equal(names, np.arange(len(names)))):
+        return train.y, test.y, None
+    return numbers[: len(train)], numbers[len(train) :], tuple(str(name) for name in names)
+
+
+def as_wide(part: Part, other: Part) -> Part:
+    """Rows of tokens, padded by 0 to the longest of both parts."""
+    if not all(isinstance(x, np.ndarray) and x.ndim == 2 and x.dtype.kind in "iu" for x in (part.x, other.x)):
+        return part
+    more = other.x.shape[1] - part.x.shape[1]
+    return replace(part, x=np.pad(part.x, ((0, 0), (0, more)))) if more > 0 else part
+
+
+def held_out(part: Part, share: Any) -> tuple[Part, Part]:
+    """A share of the samples, drawn by a fixed seed, to test on; of samples that stay on the disk, as many as may be in memory."""
+    most = part.x.room(KEPT) if isinstance(part.x, Mapped) else len(part)
+    count = min(most, round(float(share) * len(part))) if 0 < share < 1 else 0
+    if not 0 < count < len(part):
+        raise SettingError("test", share, f"must leave some of the {len(part)} samples to train on and some to test on")
+    order = seeding.numpy_generator(0, "held out").permutation(len(part))
+    train, test = part.rows(np.sort(order[count:])), part.rows(np.sort(order[:count]))
+    return train, replace(test, x=test.x.raw(np.arange(count))) if isinstance(test.x, Mapped) else test
