@@ -287,7 +287,7 @@ def test_a_sweep_is_in_the_order_of_its_axes_and_scored_on_the_test_set() -> Non
 
 def test_numbers_are_sorted_as_numbers() -> None:
     plan = Plan.make("fedavg", {"rounds": [10, 9, 100], "clients": [5, 40]}, {}, seeds=[0], choosing=False)
-    swept = plan.go_over(lambda cells: True, lambda c: c.rounds / 1000)
+    swept = plan.go_over(lambda cells: True, lambda c: (c.rounds / 1000, ACCURACY))
     assert [t.settings["rounds"] for t in swept.trials] == [9, 9, 10, 10, 100, 100]
     assert swept.names == ["rounds", "clients", "accuracy", "deviation"]
     assert swept.table("csv").splitlines()[:2] == ["rounds,clients,accuracy,deviation", "9,5,0.009,"]
