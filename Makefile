@@ -1,10 +1,11 @@
 # Two commands: `make demo` and `make test`. Both make .venv themselves; a second call is quick. `make quick` is for those who change code.
 PYTHON ?= python3
 VENV := .venv
-PIP := $(VENV)/bin/pip --disable-pip-version-check -q
+# Of the 20,000 files that are installed, few are ever imported; Python compiles these when they are.
+PIP := $(VENV)/bin/pip --disable-pip-version-check -q install --no-compile -c constraints.txt
 FEDAGG := $(VENV)/bin/fedagg
 
-.PHONY: demo test quick docs lint bench clean
+.PHONY: demo test quick lint style types tests docs bench clean
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "fedagg needs Python 3.11 or newer: make demo PYTHON=python3.12"; exit 2; }
@@ -12,27 +13,35 @@ $(VENV)/bin/python:
 
 $(VENV)/.run: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing fedagg into $(VENV) (once)"
-	$(PIP) install -c constraints.txt -e '.[analysis]'
+	$(PIP) -e '.[analysis]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing fedagg with its development extra into $(VENV) (once)"
-	$(PIP) install -c constraints.txt -e '.[dev,flower]'
+	$(PIP) -e '.[dev,flower]'
 	@touch $@ $(VENV)/.run
 
 demo: $(VENV)/.run
 	@$(FEDAGG) compare fedagg,fedavg --dataset mnist-mini --model linear --partition shards --rounds 30 --out demo/$$(date +%Y%m%d-%H%M%S)
 
-test: $(VENV)/.dev lint
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# mypy has one core to work on and leaves the other to the tests.
+test: style
+	@$(MAKE) --no-print-directory -j 2 types tests
 
-quick: $(VENV)/.dev lint
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+quick: style
+	@$(MAKE) --no-print-directory -j 2 types tests TESTS='-m "not slow"'
 
-lint: $(VENV)/.dev
+lint: style types
+
+style: $(VENV)/.dev
 	$(VENV)/bin/ruff check src tests tools benchmarks
 	$(VENV)/bin/ruff format --check src tests tools benchmarks
+
+types: $(VENV)/.dev
 	$(VENV)/bin/mypy
+
+tests: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 docs: $(VENV)/.dev
 	$(VENV)/bin/mkdocs build --strict --site-dir site

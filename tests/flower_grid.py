@@ -7,7 +7,7 @@ from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, no_object_id_recompute
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -16,8 +16,10 @@ Tamper = Callable[[Message, Message], Iterable[Message]]
 
 def through_the_wire(message: Message) -> tuple[Message, int]:
     """The message as the other side gets it, and the bytes of all its objects."""
-    contents = {key: thing.deflate() for key, thing in get_all_nested_objects(message).items()}
-    back = inflate_object_from_contents(message.object_id, dict(contents))
+    with no_object_id_recompute():  # as Flower does, or every object is written out again for each that holds it
+        contents = {key: thing.deflate() for key, thing in get_all_nested_objects(message).items()}
+        name = message.object_id
+    back = inflate_object_from_contents(name, dict(contents))
     assert isinstance(back, Message)
     back.metadata.__dict__["_message_id"] = message.metadata.message_id  # Flower, too, sends it beside the objects
     return back, sum(len(content) for content in contents.values())

@@ -1,4 +1,4 @@
-"""Run by test_flower_ray.py in a process of its own: four methods in one Flower simulation, weights into a file."""
+"""Run by test_flower_ray.py in a process of its own: two methods in one Flower simulation, weights into a file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import test_flower
 from fedagg.flower import FedAggStrategy, client_app
 
-METHODS = ("fedavg", "fedagg", "fedadam", "feddyn")
+METHODS = ("fedagg", "feddyn")  # one whose server remembers, one whose nodes do
 server = ServerApp()
 client = client_app(test_flower.model, test_flower.node)
 

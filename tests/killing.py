@@ -1,5 +1,5 @@
-"""Runs that are killed with SIGKILL at random moments and resumed until they end: `python killing.py FOLDER ENGINE
-KILLS SEED`.
+"""Runs that are killed with SIGKILL at random moments and resumed until they end: `python killing.py FOLDER KILLS
+SEED`.
 
 One process imports everything once and forks a child per attempt, so that a kill costs the run's time alone. Prints a
 line of JSON per method: how often it was killed, in how many pieces it was made, and whether it ended like the run
@@ -20,7 +20,7 @@ import torch
 
 import tiny
 
-ROUNDS = 10
+ROUNDS = 6
 
 
 def child(settings: dict[str, Any]) -> int:
@@ -49,25 +49,26 @@ def killed(number: int, run: Path, chance: random.Random) -> bool:
     return False
 
 
-def main(folder: Path, engine: str, kills: int, seed: int) -> None:
+def main(folder: Path, kills: int, seed: int) -> None:
     torch.set_num_threads(1)
-    tiny.job(rounds=1, engine=engine)  # what torch imports at first use, no child has to import again
+    for engine in tiny.ENGINES:
+        tiny.job(rounds=1, engine=engine)  # what torch imports at first use, no child has to import again
     chance = random.Random(seed)
-    for name, own in tiny.STATEFUL.items():
-        settings = {**own, "rounds": ROUNDS, "engine": engine, "checkpoint_every": chance.choice([1, 2])}
-        whole = folder / name / "whole"
+    for name, engine in tiny.STATES:
+        settings = {**tiny.STATEFUL[name], "rounds": ROUNDS, "engine": engine, "checkpoint_every": chance.choice([1, 2])}
+        whole = folder / engine / name / "whole"
         assert os.waitpid(child({**settings, "out": whole}), 0)[1] == 0
         happened, runs, same = 0, 0, True
         while happened < kills:
-            run, runs = folder / name / f"run{runs}", runs + 1
+            run, runs = folder / engine / name / f"run{runs}", runs + 1
             for _ in range(kills):
                 where = {"resume": run} if (run / "config.toml").exists() else {"out": run}
                 happened += killed(child({**settings, **where}), run, chance)
             where = {"resume": run} if (run / "config.toml").exists() else {"out": run}
             assert os.waitpid(child({**settings, **where}), 0)[1] == 0
             same = same and tiny.same_run(run, whole) and not list(run.rglob(".*.part"))
-        sys.stdout.write(json.dumps({"name": name, "kills": happened, "runs": runs, "same": same}) + "\n")
+        sys.stdout.write(json.dumps({"name": name, "engine": engine, "kills": happened, "runs": runs, "same": same}) + "\n")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

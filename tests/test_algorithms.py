@@ -640,8 +640,9 @@ def test_same_seed_same_bytes(algorithm: str) -> None:
         rows = [{k: v for k, v in row.items() if k != "seconds"} for row in result.history]
         return b"".join(p.detach().numpy().tobytes() for p in result.model.parameters()), rows
 
-    assert once(1) == once(2)
-    assert once(1)[0] != once(1, seed=SEED + 1)[0]
+    one = once(1)
+    assert one == once(2)
+    assert one[0] != once(1, seed=SEED + 1)[0]
 
 
 def test_masks_and_heads_of_the_papers_models_are_their_last_layer() -> None:

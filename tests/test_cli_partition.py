@@ -93,7 +93,7 @@ def test_a_run_has_two_models(tmp_path: Path) -> None:
 
 
 def test_the_split_of_a_run_is_of_what_it_trained_on(tmp_path: Path) -> None:
-    settings = {"partition": "shards", "clients": 20, "rounds": 1, "seed": 2, "validation": 0.3, "engine": "sequential"}
+    settings = {"partition": "shards", "clients": 20, "rounds": 1, "seed": 2, "validation": 0.3, "engine": "batched"}
     fedagg.run(algorithm="fedavg", out=tmp_path / "run", **settings)
     assert command("--run", str(tmp_path / "run"), "--out", str(tmp_path / "out")) == 0
     kept = data.load("mnist-mini").held_back(0.3, 2)
@@ -112,7 +112,7 @@ def test_a_model_that_cannot_be_read_is_refused_before_anything_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | str | None, words: str
 ) -> None:
     run, weights = tmp_path / "run", tmp_path / "run" / "model.safetensors"
-    fedagg.run(algorithm="fedavg", clients=10, rounds=1, engine="sequential", out=run)
+    fedagg.run(algorithm="fedavg", clients=10, rounds=1, engine="batched", out=run)
     good = weights.read_bytes()
     if isinstance(content, bytes):
         weights.write_bytes(content)
@@ -127,7 +127,7 @@ def test_a_model_that_cannot_be_read_is_refused_before_anything_is_written(
     assert f"fedagg run --resume {run}" in told
     assert told.count("\n") == 1
     assert not (tmp_path / "out").exists()
-    fedagg.run(resume=run, algorithm="fedavg", clients=10, rounds=1, engine="sequential")
+    fedagg.run(resume=run, algorithm="fedavg", clients=10, rounds=1, engine="batched")
     assert weights.read_bytes() == good
 
 

@@ -27,7 +27,7 @@ NETWORKS = {
     "lenet5": "fedgh",
     "cifar10-cnn": "fedagg",
     "alexnet": "fedbabu",
-    "vgg11": "fedagg",
+    "vgg11": "fedavg",
     "resnet18": "fedgh",
     "googlenet": "fedbabu",
     "densenet121": "fedgh",

@@ -23,7 +23,7 @@ def start(dimension: int = 4) -> torch.Tensor:
     return torch.ones(dimension, dtype=torch.float64)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.integers(0, 2**32),
     st.integers(1, 5),

@@ -176,6 +176,11 @@ def far_in_many_steps(sent, reply):
     return with_metric("steps", 2**50)(sent, *with_weights(lambda w: w + np.float32(1e6))(sent, reply))
 
 
+def garbage(sent, reply):
+    reply.content["arrays"]["weights"].data = b"\x93NUMPY\x01\x00 no such thing"
+    return [reply]
+
+
 BAD = {
     "missing": (lambda sent, reply: [], "no answer in time"),
     "error": (lambda sent, reply: [Message(Error(1, "disk\nfull"), reply_to=sent)], "failed: disk full"),
@@ -185,7 +190,7 @@ BAD = {
     "short": (with_weights(lambda w: w[:-1]), "sent weights of the wrong shape"),
     "square": (with_weights(lambda w: w[None]), "sent weights of the wrong shape"),
     "text": (with_weights(lambda w: np.array(["x"] * len(w))), "sent weights of the wrong shape"),
-    "garbage": (with_weights(lambda w: w), "sent weights that cannot be read"),
+    "garbage": (garbage, "sent weights that cannot be read"),
     "no arrays": (without("arrays"), "sent an incomplete answer"),
     "no metrics": (without("metrics"), "sent an incomplete answer"),
     "loss": (with_metric("loss", float("nan")), "not finite"),
@@ -202,23 +207,40 @@ BAD = {
 }
 
 
-def garbage(sent, reply):
-    reply.content["arrays"]["weights"].data = b"\x93NUMPY\x01\x00 no such thing"
-    return [reply]
+def in_turn(client: int, kinds):
+    """Tamper with what one node answers, in another way each round: the first kind in the second round."""
+
+    def tamper(sent, reply):
+        number = int(reply.metadata.group_id) - 2
+        if reply.metadata.src_node_id != 1000 + client or not 0 <= number < len(kinds):
+            return [reply]
+        return BAD[kinds[number]][0](sent, reply)
+
+    return tamper
+
+
+@pytest.fixture(scope="module")
+def spoiled():
+    """A run in which client 2 sends all of them, one a round."""
+    strategy, _ = federated(tamper=in_turn(2, list(BAD)), algorithm="fedavg", participation=1.0, rounds=len(BAD) + 2)
+    return strategy
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_bad_answer_costs_one_client_one_round(kind):
-    how, cause = BAD[kind]
-    how = garbage if kind == "garbage" else how
-    strategy, _ = federated(tamper=spoil(2, how), algorithm="fedavg", participation=1.0)
-    rows, about = strategy.book.history, strategy.about
-    assert [row["left_out"] for row in rows] == [0, 1, 0]
-    assert about[1]["left_out"] == {"2": cause}
-    assert about[1]["clients"] == [0, 1, 3]
-    assert about[1]["nodes"]["2"] == "1002"
-    assert torch.isfinite(strategy.server.model.w).all()
-    assert rows[2]["loss"] < rows[0]["loss"]
+def test_a_bad_answer_costs_one_client_one_round(spoiled, kind):
+    number = 1 + list(BAD).index(kind)
+    row, about = spoiled.book.history[number], spoiled.about[number]
+    assert row["left_out"] == 1
+    assert about["left_out"] == {"2": BAD[kind][1]}
+    assert about["clients"] == [0, 1, 3]
+    assert about["nodes"]["2"] == "1002"
+
+
+def test_a_node_that_sends_nonsense_is_back_with_its_next_good_answer(spoiled):
+    rows = spoiled.book.history
+    assert (rows[0]["left_out"], rows[-1]["left_out"]) == (0, 0)
+    assert torch.isfinite(spoiled.server.model.w).all()
+    assert rows[-1]["loss"] < rows[0]["loss"]
 
 
 @pytest.mark.parametrize("kind", ["missing", "error", "short", "no metrics"])
@@ -229,14 +251,13 @@ def test_fedagg_does_not_take_a_broken_line_for_a_broken_model(kind):
     assert strategy.about[1]["clients"] == [0, 1, 3]
 
 
-@pytest.mark.parametrize("kind", ["no rates", "many steps", "first", "huge first"])
 @pytest.mark.parametrize("method", ["fedagg", "fedcm", "scaffold"])
-def test_numbers_beside_the_update_cannot_spoil_what_a_method_remembers(method, kind):
-    how, cause = BAD[kind]
-    options = {"algorithm": method, "participation": 1.0, "rounds": 4}
-    strategy, _ = federated(tamper=spoil(2, how), **options)
-    missing, _ = federated(tamper=spoil(2, BAD["missing"][0]), **options)
-    assert strategy.about[1]["left_out"] == {"2": cause}
+def test_numbers_beside_the_update_cannot_spoil_what_a_method_remembers(method):
+    kinds = ["no rates", "many steps", "first", "huge first"]
+    options = {"algorithm": method, "participation": 1.0, "rounds": 6}
+    strategy, _ = federated(tamper=in_turn(2, kinds), **options)
+    missing, _ = federated(tamper=in_turn(2, ["missing"] * 4), **options)
+    assert [row["left_out"] for row in strategy.about] == [{}, *({"2": BAD[kind][1]} for kind in kinds), {}]
     assert torch.equal(strategy.server.model.w, missing.server.model.w)
 
 
@@ -275,22 +296,23 @@ def test_training_that_blows_up_is_judged_as_in_the_simulator():
 
 
 class LyingGrid(HereGrid):
-    """Node 1002 says what it likes to questions of one kind."""
+    """Node 1002 says what it likes to questions of one kind: the same always, or another thing each round."""
 
     kind: str
-    lies: dict
+    lies: list[dict]
 
     def send_and_receive(self, messages, *, timeout=None):
         replies = list(super().send_and_receive(messages, timeout=timeout))
         for reply in replies:
             if (reply.metadata.message_type, reply.metadata.src_node_id) == (self.kind, 1002):
-                reply.content["metrics"] = MetricRecord(dict(reply.content["metrics"]) | self.lies)
+                lies = self.lies[0] if len(self.lies) == 1 else self.lies[int(reply.metadata.group_id) - 1]
+                reply.content["metrics"] = MetricRecord(dict(reply.content["metrics"]) | lies)
         return replies
 
 
-def lied_to(kind, lies, **changes):
+def lied_to(kind, *lies, **changes):
     grid = LyingGrid(client_app(model, node), NODES)
-    grid.kind, grid.lies = kind, lies
+    grid.kind, grid.lies = kind, list(lies)
     strategy = FedAggStrategy(model(), settings(algorithm="fedavg", participation=1.0, **changes))
     strategy.run(grid, wait=0)
     return strategy
@@ -316,15 +338,20 @@ SCORES = [
 ]
 
 
-@pytest.mark.parametrize("lies", SCORES)
-def test_test_results_that_cannot_be_are_not_used(lies):
-    strategy = lied_to("evaluate", lies, rounds=2)
-    honest, _ = federated(algorithm="fedavg", participation=1.0, rounds=2)
-    for here, there in zip(strategy.book.history, honest.book.history, strict=True):
-        assert (here["tested"], there["tested"]) == (3, 4)  # all nodes have the same test samples
-        assert (here["loss"], here["accuracy"]) == pytest.approx((there["loss"], there["accuracy"]))
-    what = "an incomplete answer" if isinstance(lies.get("accuracy"), list) else "test results that cannot be"
-    assert strategy.about[1]["remarks"] == {"2": f"sent {what}; not used"}
+@pytest.fixture(scope="module")
+def scores():
+    """A run in which a node tells all of these, one a round, and one in which nobody does."""
+    honest, _ = federated(algorithm="fedavg", participation=1.0, rounds=len(SCORES))
+    return lied_to("evaluate", *SCORES, rounds=len(SCORES)), honest
+
+
+@pytest.mark.parametrize("number", range(len(SCORES)))
+def test_test_results_that_cannot_be_are_not_used(scores, number):
+    here, there = (strategy.book.history[number] for strategy in scores)
+    assert (here["tested"], there["tested"]) == (3, 4)  # all nodes have the same test samples
+    assert (here["loss"], here["accuracy"]) == pytest.approx((there["loss"], there["accuracy"]))
+    what = "an incomplete answer" if isinstance(SCORES[number].get("accuracy"), list) else "test results that cannot be"
+    assert scores[0].about[number]["remarks"] == {"2": f"sent {what}; not used"}
 
 
 def test_a_node_whose_first_hello_fails_is_asked_again():
@@ -343,13 +370,13 @@ def test_a_node_whose_first_hello_fails_is_asked_again():
     assert strategy.members.refused == strategy.members.failed == {}
 
 
-def veiled(name="linear", evil=None, tamper=None, **changes):
-    """A run under secure aggregation; in round 2, `evil` alters what client 2 answers in the clear."""
+def veiled(name="linear", evil=(), tamper=None, **changes):
+    """A run under secure aggregation; from round 2 on, `evil` alters in turn what client 2 answers in the clear."""
 
     def mod(message, context, call_next):
-        reply = call_next(message, context)
-        if evil and context.node_config["partition-id"] == 2 and message.content["config"].get("round") == 1:
-            evil(reply.content)
+        reply, number = call_next(message, context), message.content["config"].get("round", 0)
+        if context.node_config["partition-id"] == 2 and 1 <= number <= len(evil):
+            evil[number - 1](reply.content)
         return reply
 
     grid = HereGrid(client_app(lambda: model(name), node, mods=[mod]), NODES, tamper)
@@ -378,13 +405,24 @@ VEILED = {
 }
 
 
+@pytest.fixture(scope="module")
+def unveiled():
+    """A run in which client 2 sends all of them, one a round."""
+    return veiled(evil=[evil for evil, _ in VEILED.values()], algorithm="fedagg", rounds=len(VEILED) + 2)
+
+
 @pytest.mark.parametrize("kind", VEILED)
-def test_under_secure_aggregation_a_number_that_cannot_be_skips_the_round(kind):
-    evil, cause = VEILED[kind]
-    strategy = veiled(evil=evil, algorithm="fedagg")
-    assert [row.get("unchanged", False) for row in strategy.book.history] == [False, True, False]
-    assert strategy.about[1]["left_out"] == {"2": cause}
-    assert strategy.about[2]["clients"] == [0, 1, 2, 3]
+def test_under_secure_aggregation_a_number_that_cannot_be_skips_the_round(unveiled, kind):
+    number = 1 + list(VEILED).index(kind)
+    assert unveiled.book.history[number]["unchanged"]
+    assert unveiled.about[number]["left_out"] == {"2": VEILED[kind][1]}
+
+
+def test_under_secure_aggregation_rounds_after_a_skipped_one_count(unveiled):
+    first, *_, last = unveiled.book.history
+    assert not first.get("unchanged", False)
+    assert not last.get("unchanged", False)
+    assert unveiled.about[-1]["clients"] == [0, 1, 2, 3]
 
 
 def test_under_secure_aggregation_an_answer_that_flower_cannot_read_skips_the_round():
@@ -473,8 +511,13 @@ class PatientNumber4711(ValueError):
     """A class of the user's, whose name may say something, too."""
 
 
-@pytest.mark.parametrize("where", ["query", "train", "evaluate"])
-@pytest.mark.parametrize(("error", "kind"), [(PatientNumber4711("patient 4711"), "ValueError"), (Exception("4711"), "Exception")])
+@pytest.mark.parametrize(
+    ("where", "error", "kind"),
+    [
+        *((where, PatientNumber4711("patient 4711"), "ValueError") for where in ("query", "train", "evaluate")),
+        ("train", Exception("4711"), "Exception"),
+    ],
+)
 def test_of_an_error_on_a_node_its_kind_is_told(where, error, kind, caplog):
     """The text, in which there may be a sample, stays in the node's own log."""
 
@@ -530,8 +573,7 @@ class DeafGrid(SlowGrid):
         return super().send_and_receive(messages, timeout=timeout)
 
 
-@pytest.mark.parametrize("same_kind", [True, False])
-@pytest.mark.parametrize("method", ["fedagg", "feddyn"])
+@pytest.mark.parametrize(("method", "same_kind"), [("fedagg", True), ("feddyn", True), ("feddyn", False)])
 def test_an_answer_after_the_deadline_is_not_used_and_not_an_error(method, same_kind):
     runs = {}
     for kind in (SlowGrid, DeafGrid):

@@ -106,9 +106,13 @@ def test_pooling_of_windows_that_may_overlap(kernel: int, stride: int, padding: 
     assert torch.allclose(fused.backward(dy, True), plain.backward(dy, True), atol=1e-6)
 
 
-@pytest.mark.parametrize("then", ["", "relu", "relu pool"])
-@pytest.mark.parametrize(("channels", "side"), [(5, 6), (70, 3)])
-@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize(
+    ("then", "channels", "side", "short"),
+    [
+        ("", 5, 6, False), ("relu", 70, 3, False), ("relu pool", 5, 6, False),
+        ("", 70, 3, True), ("relu", 5, 6, True), ("relu pool", 70, 3, True),
+    ],
+)  # fmt: skip
 def test_batch_normalisation_and_what_follows(then: str, channels: int, side: int, short: bool) -> None:
     """Three clients, one with padding, one that stands still."""
     n, batch = 3, 4
@@ -226,8 +230,8 @@ def test_a_whole_network_makes_the_same_gradients(dtype: torch.dtype) -> None:
 def test_what_a_layer_is_given_in_evaluation(make: Callable[[], nn.Module]) -> None:
     """By the running statistics, which stay as they are, and not by the batch's own; against torch, client by client."""
     n, batch, module = 2, 3, make().eval()
-    channels, head = (2, "last.4") if hasattr(module, "last") else (3, "head")
-    x = random(n * batch, channels, 8, 8, seed=1)
+    channels, side, head = (2, 8, "last.4") if hasattr(module, "last") else (3, 4, "head")
+    x = random(n * batch, channels, side, side, seed=1)
     setting = Setting(module, x, torch.arange(n * batch) % 3, 3, ClientOptions(epochs=1, batch_size=batch), torch.device("cpu"))
     network = StackedNetwork(setting, n, conv="fused")
     network.w.copy_(0.3 * random(*network.w.shape, seed=2))
@@ -281,27 +285,24 @@ class Dense(nn.Module):
         return self.head(torch.flatten(self.mean(torch.cat([side(x) for side in self.sides], 1)), 1))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_channels_that_grow_in_one_piece_of_memory(dtype: torch.dtype) -> None:
+def test_channels_that_grow_in_one_piece_of_memory() -> None:
     n, batch = 2, 4
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         module = Dense()
-    x, y = random(n * batch, 3, 6, 6, seed=1), torch.arange(n * batch) % 5
+    x, y = random(n * batch, 3, 4, 4, seed=1), torch.arange(n * batch) % 5
     setting = Setting(module, x, y, 5, ClientOptions(epochs=1, batch_size=batch), torch.device("cpu"))
     scale = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.5, 0.5, 0.0, 0.0]])
     made = []
     for form in ("loop", "fused"):
-        setting.half = form == "fused" and dtype == torch.float16
         network = StackedNetwork(setting, n, conv=form)
         if form == "fused":
             joints = [type(place.layer).__name__ for place in network.places if isinstance(place.layer, Concatenate)]
             assert joints == ["Grow", "Grow", "Concatenate", "DirectConcatenate"]
-            network.dtype = dtype
         network.w.copy_(torch.cat([p.detach().flatten() for p in module.parameters()]).expand(n, -1))
         network.w.add_(random(*network.w.shape, seed=3), alpha=0.05)
         for _ in range(2):  # what is kept from one step must not be seen by the next
             loss = network.gradient(x, y, scale)
         made.append((loss, network.g, network.buffers))
     for plain, ours in zip(*made, strict=True):
-        assert close(ours, plain, 1e-5 if dtype == torch.float32 else 2e-2)
+        assert close(ours, plain)

@@ -63,7 +63,7 @@ def test_a_client_without_samples_has_no_distance() -> None:
         het.distances(np.zeros((2, 3), dtype=np.int64))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 50), min_size=4, max_size=4), min_size=1, max_size=6))
 def test_ranges(rows: list[list[int]]) -> None:
     counts = np.array(rows, dtype=np.int64)

@@ -12,7 +12,7 @@ from statistics import median
 import pytest
 
 HERE = Path(__file__).parent
-ROUNDS = int(os.environ.get("FEDAGG_HAUL_ROUNDS", "160"))
+ROUNDS = int(os.environ.get("FEDAGG_HAUL_ROUNDS", "100"))
 # One heap, and blocks of a model's size given back when they are freed: what the allocator keeps for later is no leak.
 CALM = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
 ROW_KIB = 8  # a round's row in the history that a run hands back, and what the allocator makes of it

@@ -90,6 +90,7 @@ EXACT: dict[str, Any] = {
 }  # the local error shrinks to 2e-8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("participation", "rounds"), [(1.0, 40), (0.5, 100)])
 def test_feddyn_reaches_the_minimiser_of_the_average(participation: float, rounds: int) -> None:
     ours = run("feddyn", rounds, participation=participation, dyn_alpha=ALPHA, **EXACT)
@@ -110,17 +111,20 @@ def test_fedavg_with_exact_minimisation_ends_elsewhere() -> None:
     assert far(ours, OPTIMUM) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("participation", "rounds"), [(1.0, 60), (0.5, 160)])
 def test_scaffold_reaches_the_joint_optimum(participation: float, rounds: int) -> None:
     assert far(run("scaffold", rounds, epochs=5, lr=0.1, participation=participation), OPTIMUM) < 1e-5
 
 
+@pytest.mark.slow
 def test_fedavg_with_the_same_steps_does_not() -> None:
     ours = run("fedavg", 60, epochs=5, lr=0.1)
     assert far(ours, weighted(1 - (1 - 0.1 * A) ** 5)) < 1e-5
     assert far(ours, OPTIMUM) > 0.03
 
 
+@pytest.mark.slow
 def test_fedprox_gets_closer_but_not_there() -> None:
     """An exact proximal step goes the share a/(a + μ) of the way."""
     ours = run("fedprox", 40, mu=ALPHA, **EXACT)

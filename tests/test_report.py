@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """FedAgg with two seeds and FedAvg with one."""
     where = tmp_path_factory.mktemp("runs")
     for algorithm, seed in (("fedagg", 0), ("fedagg", 1), ("fedavg", 0)):
-        config = Config(algorithm=algorithm, seed=seed, engine="sequential", **SETTINGS)
+        config = Config(algorithm=algorithm, seed=seed, engine="batched", **SETTINGS)
         fedagg.run(config, out=where / f"{algorithm}-{seed}")
     return where
 
@@ -106,7 +106,7 @@ def test_progress_adds_up(folder: Path) -> None:
 
 def test_runs_that_differ_in_a_setting_are_told_apart(tmp_path: Path) -> None:
     for alpha in (0.1, 0.5):
-        config = Config(alpha=alpha, **SETTINGS | {"rounds": 1}, engine="sequential")
+        config = Config(alpha=alpha, **SETTINGS | {"rounds": 1}, engine="batched")
         fedagg.run(config, out=tmp_path / f"a{alpha}")
     (group,) = content.gather([tmp_path]).groups
     assert set(group.series) == {"FedAgg alpha 0.1", "FedAgg alpha 0.5"}
@@ -126,7 +126,7 @@ def test_an_unfinished_run_is_not_averaged_with_finished_ones(folder: Path, tmp_
 
 def test_different_tasks_are_different_settings(tmp_path: Path) -> None:
     for number, more in enumerate(({}, {"shards": 10}, {"validation": 0.3}, {"normalize": True})):
-        fedagg.run(Config(**SETTINGS | {"rounds": 1}, engine="sequential", **more), out=tmp_path / str(number))
+        fedagg.run(Config(**SETTINGS | {"rounds": 1}, engine="batched", **more), out=tmp_path / str(number))
     made = content.gather([tmp_path])
     common = "mnist-mini, linear, shards {}, 50 % of 12 clients, 1 rounds"
     assert [group.name for group in made.groups] == [
@@ -149,7 +149,7 @@ def test_what_was_given_from_python_is_told_apart(tmp_path: Path) -> None:
     def run(name: str, scale: float, seed: int) -> None:
         x, y = scale * torch.arange(80.0).reshape(40, 2), torch.arange(40) % 2
         own = fedagg.Dataset(x, y, x, y, classes=2)
-        settings = {"clients": 4, "participation": 1.0, "rounds": 1, "epochs": 1, "engine": "sequential"}
+        settings = {"clients": 4, "participation": 1.0, "rounds": 1, "epochs": 1, "engine": "batched"}
         fedagg.run(data=own, model=nn.Linear(2, 2), seed=seed, out=tmp_path / name, **settings)
 
     for name, scale, seed in (("a0", 1.0, 0), ("a1", 1.0, 1), ("b0", 2.0, 0), ("lost", 1.0, 2)):
@@ -168,7 +168,7 @@ def test_a_method_registered_in_a_script_is_shown_beside_others(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(REGISTRY, "mine", REGISTRY["fedavg"])
-    fedagg.run(algorithm="mine", engine="sequential", out=tmp_path / "mine", **SETTINGS)
+    fedagg.run(algorithm="mine", engine="batched", out=tmp_path / "mine", **SETTINGS)
     monkeypatch.delitem(REGISTRY, "mine")  # what the command line sees
     (group,) = content.gather([folder, tmp_path / "mine"]).groups
     assert list(group.series) == ["FedAgg", "FedAvg", "mine"]
@@ -181,7 +181,7 @@ def test_a_method_registered_in_a_script_is_shown_beside_others(
 
 
 def test_a_loss_of_ones_own_is_a_setting_of_its_own(folder: Path, tmp_path: Path) -> None:
-    config = Config(algorithm="fedavg", engine="sequential", **SETTINGS)
+    config = Config(algorithm="fedavg", engine="batched", **SETTINGS)
     fedagg.run(config, loss=lambda output, target: 2 * cross_entropy(output, target), out=tmp_path / "doubled")
     first, second = content.gather([folder / "fedavg-0", tmp_path / "doubled"]).groups
     assert second.name == f"{first.name}, as in doubled"
@@ -426,7 +426,7 @@ def test_a_column_of_words_is_set_as_words() -> None:
 
 def test_many_settings_that_differ_are_folded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for algorithm in ("fedagg", "fedavg"):
-        fedagg.run(Config(algorithm=algorithm, **SETTINGS | {"rounds": 1}, engine="sequential"), out=tmp_path / algorithm)
+        fedagg.run(Config(algorithm=algorithm, **SETTINGS | {"rounds": 1}, engine="batched"), out=tmp_path / algorithm)
     made = content.gather([tmp_path])
     assert "settings that differ</summary>" not in tables.configuration(made)
     monkeypatch.setattr(tables, "MOST_ROWS", 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for algorithm, seed in (("fedagg", 0), ("fedagg", 1), ("fedavg", 0), ("fedexp", 0)):
             config = Config(
                 algorithm=algorithm, seed=seed, partition=split, clients=10, participation=0.5, epochs=2, rounds=4,
-                engine="sequential",
+                engine="batched",
             )  # fmt: skip
             fedagg.run(config, out=where / f"{algorithm}-{split}-{seed}")
     return write([where], tmp_path_factory.mktemp("page") / "report.html")
@@ -156,16 +156,24 @@ def test_choosing_a_setting_and_what_to_count_by(opened: Opened) -> None:
     assert opened.complaints == []
 
 
-@pytest.mark.parametrize("width", [360, 800, 2400])
-def test_it_fits_the_screen(width: int, browser: Any, report: Path) -> None:
-    tab = Opened(browser, report, width=width)
+@pytest.fixture(scope="module")
+def at_width(browser: Any, report: Path) -> Iterator[Callable[[int], Opened]]:
+    """The page at some width, opened once, for tests that only look at it."""
+    tabs: dict[int, Opened] = {}
+    yield lambda width: tabs.get(width) or tabs.setdefault(width, Opened(browser, report, width))
+    for tab in tabs.values():
+        tab.context.close()
+
+
+@pytest.mark.parametrize("width", [360, 800, 1600])
+def test_it_fits_the_screen(width: int, at_width: Callable[[int], Opened]) -> None:
+    tab = at_width(width)
     assert tab.page.evaluate("document.documentElement.scrollWidth") <= width
     box = tab.page.locator("#chart-accuracy .main-svg").first.bounding_box()
     assert box["x"] >= 0
     assert box["x"] + box["width"] <= width
     assert box["width"] > 0.8 * min(width, 480) - 40
     assert tab.complaints == []
-    tab.context.close()
 
 
 def test_light_and_dark_are_readable(browser: Any, report: Path) -> None:
@@ -204,13 +212,12 @@ def contrast(one: str, two: str) -> float:
 
 
 @pytest.mark.parametrize("width", [390, 1600])
-def test_the_scale_of_a_map_says_what_it_counts(browser: Any, report: Path, width: int) -> None:
-    page = Opened(browser, report, width).page
+def test_the_scale_of_a_map_says_what_it_counts(at_width: Callable[[int], Opened], width: int) -> None:
+    page = at_width(width).page
     for chart in ("#chart-partition", "#chart-rate-map", "#chart-moved-map"):
         page.wait_for_selector(f"{chart} .cbtitle", state="attached")
         ends = "query => document.querySelector(query).getBoundingClientRect().right"
         assert page.evaluate(ends, f"{chart} .cbtitle") <= page.evaluate(ends, f"{chart} .main-svg")
-    page.context.close()
 
 
 def test_rates_that_are_all_one_number_stand_on_a_scale_around_it(opened: Opened) -> None:

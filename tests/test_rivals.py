@@ -265,6 +265,7 @@ def test_the_problem_tells_the_methods_apart() -> None:
     assert min(np.abs(a - b).max() for k, a in enumerate(ends) for b in ends[:k]) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPS)
 def test_method_is_the_published_one_on_flower(name: str) -> None:
     pytest.importorskip("flwr", reason="needs fedagg[flower]")

@@ -229,6 +229,7 @@ def test_batch_statistics_move_once_a_step_on_every_engine(name: str) -> None:
     assert torch.allclose(*ways, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPS)
 def test_the_examples_run_on_flower(name: str) -> None:
     pytest.importorskip("flwr", reason="needs fedagg[flower]")

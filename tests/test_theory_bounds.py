@@ -97,7 +97,7 @@ def holds(actual: float, bound: Bound) -> bool:
 # --- The corrected statements, on hundreds of random federations ---
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(runs(convex=False, signed=True))
 def test_drift(run: Run) -> None:
     for k, drift in enumerate(run.drift.tolist()):
@@ -105,7 +105,7 @@ def test_drift(run: Run) -> None:
         assert holds(drift, bounds.client_drift(run.constants, as_printed=True))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(runs(convex=False, signed=True))
 def test_one_round_progress(run: Run) -> None:
     for t, g2 in enumerate(run.gradients2[:-1]):
@@ -114,7 +114,7 @@ def test_one_round_progress(run: Run) -> None:
         assert holds(run.gaps[t + 1] - run.gaps[t], bound)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(runs(convex=False))
 def test_convergence_rate_and_error(run: Run) -> None:
     for t in range(len(run.models)):
@@ -124,7 +124,7 @@ def test_convergence_rate_and_error(run: Run) -> None:
             assert holds(mean, bounds.convergence_error(run.constants, t, run.gaps[0]))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(runs(convex=False))
 def test_each_descent_pair(run: Run) -> None:
     for slope, rest in bounds.descents(run.constants):
@@ -132,7 +132,7 @@ def test_each_descent_pair(run: Run) -> None:
             assert run.gaps[t + 1] - run.gaps[t] <= -slope * g2 + rest + 1e-9 * (slope * g2 + rest) + 1e-12
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(runs())
 def test_optimality_gap_of_convex_clients(run: Run) -> None:
     for t, distance2 in enumerate(run.distances2):
@@ -141,7 +141,7 @@ def test_optimality_gap_of_convex_clients(run: Run) -> None:
         assert holds(distance2, bound)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(runs(convex=False))
 def test_optimality_gap_of_any_clients(run: Run) -> None:
     for t, distance2 in enumerate(run.distances2):
@@ -149,7 +149,7 @@ def test_optimality_gap_of_any_clients(run: Run) -> None:
         assert holds(distance2, bounds.optimality_gap_nonconvex(run.constants, t, run.distances2[0]))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(runs(convex=False))
 def test_relative_error(run: Run) -> None:
     rho = bounds.relative_error(run.constants).value
@@ -165,7 +165,7 @@ def test_relative_error(run: Run) -> None:
         assert rho is None or size <= rho * float(gradient.norm()) * (1 + 1e-9) + 1e-12
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 4), st.floats(0.01, 0.99), st.floats(-2, 2))
 def test_learning_rate(seed: int, epochs: int, dimension: int, alpha: float, scale: float) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -227,7 +227,7 @@ def test_equal_sizes_have_no_floor_along_equation_9() -> None:
     assert uneven > 0.1
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 8), st.integers(1, 50), st.floats(0.01, 0.999), st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))
 def test_printed_results_follow_for_equal_sizes_along_equation_9(
     L: int, N: int, step: float, low: float, share: float, mu: float
@@ -313,7 +313,7 @@ def test_all_apply_to_good_constants() -> None:
             assert float(str(bound)) == pytest.approx(bound.value, rel=1e-5)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.floats(0, 1e300), st.floats(0, 1e300), st.floats(0, 1e300), st.booleans())
 def test_huge_constants_give_a_reason_or_a_finite_number(beta: float, P: float, rate: float, printed: bool) -> None:
     c = Constants(L=3, N=2, delta_l=rate / 2, delta_h=rate, beta=beta, P=P, U=P, alpha=0.1, mu=0, psi=beta, g_norm=P)

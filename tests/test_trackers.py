@@ -16,7 +16,7 @@ from fedagg.config import Config
 from fedagg.errors import FedaggError, FedaggWarning, SettingError
 from fedagg.federation import Result
 
-SMALL: dict[str, Any] = {"clients": 10, "epochs": 2, "rounds": 3, "engine": "sequential"}
+SMALL: dict[str, Any] = {"clients": 10, "epochs": 2, "rounds": 3, "engine": "batched"}
 theirs = pytest.mark.filterwarnings("ignore")  # what the library and its database layer warn each other of
 
 

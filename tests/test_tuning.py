@@ -19,7 +19,7 @@ from fedagg.errors import FedaggWarning, SettingError
 from fedagg.measure import ACCURACY, Measure
 from fedagg.tuning import Plan, Tuned
 
-SMALL: dict[str, Any] = {"rounds": 2, "clients": 20, "participation": 0.1, "epochs": 1, "engine": "sequential"}
+SMALL: dict[str, Any] = {"rounds": 2, "clients": 20, "participation": 0.1, "epochs": 1, "engine": "batched"}
 FLAGS = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
 
 

@@ -31,6 +31,11 @@ STATEFUL: dict[str, dict[str, Any]] = {
     "fedbabu": {"algorithm": "fedbabu"},
     "average": {"algorithm": "fedavg", "average": True},
 }
+# Each of them on the plain engine. What the server keeps does not know the engine: of the other, one of each kind.
+STATES = [
+    *((name, "sequential") for name in STATEFUL),
+    *((name, "batched") for name in ("fedagg-rounded", "fedagg-pretrain", "feddyn-disk", "fedadam")),
+]
 
 
 def dataset() -> Dataset:

@@ -5,6 +5,7 @@ Settings are declared in `settings`, options in the file of their method. They s
 
 from __future__ import annotations
 
+import functools
 import math
 import tomllib
 import warnings
@@ -332,14 +333,19 @@ def valid(option: Option, value: Any, config: Config) -> Any:
                 fix = f"needs --variant {variant}; without it, {fix}"
         raise SettingError(option.name, value, fix)
     refuse_odd(option.name, value, (option.kind,))
-    limits: dict[str, Any] = dict(option.limits)
-    form: Any = Annotated[option.kind, Field(**limits)]
     try:
-        return TypeAdapter(form).validate_python(value)
+        return checker(option.kind, tuple(option.limits.items())).validate_python(value)
     except ValidationError as error:
         message = error.errors()[0]["msg"]
         about = f" ({option.description})" if option.description else ""
         raise SettingError(option.name, value, f"{message[0].lower()}{message[1:]}{about}") from None
+
+
+@functools.cache
+def checker(kind: type, limits: tuple[tuple[str, Any], ...]) -> TypeAdapter[Any]:
+    """Made once: it takes as long as the rest of a configuration."""
+    form: Any = Annotated[kind, Field(**dict(limits))]
+    return TypeAdapter(form)
 
 
 def advice(setting: str, message: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -216,8 +217,14 @@ def environment(device: torch.device, engine: str, version: str) -> dict[str, An
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "engine": engine,
-        "commit": commit(Path(__file__).parent),
+        "commit": own_commit(),
     }
+
+
+@functools.cache
+def own_commit() -> str | None:
+    """Of this package as it was when the process first asked: what runs has been read by then."""
+    return commit(Path(__file__).parent)
 
 
 def commit(folder: Path) -> str | None:

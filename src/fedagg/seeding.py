@@ -34,7 +34,10 @@ def seeded_global(seed: int, device: torch.device) -> Iterator[None]:
     """Modules such as ``nn.Dropout`` draw from torch's global generator: seed it for a while, then put it back."""
     devices = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
+        # Not torch.manual_seed: for every kind of accelerator that is not there it formats a stack trace, milliseconds a client.
+        torch.default_generator.manual_seed(seed)
+        for index in devices:
+            torch.cuda.default_generators[index].manual_seed(seed)
         yield
 
 
