@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -302,3 +304,24 @@ def test_a_page_that_follows_runs(tmp_path: Path, browser: Any) -> None:
         assert tab.complaints == []
     page.wait_for_function("() => document.getElementById('status').className === 'trouble'")  # nobody is left to ask
     tab.context.close()
+
+
+def test_the_numbers_can_be_saved(untouched: Opened, tmp_path: Path) -> None:
+    saved = {}
+    for form in ("csv", "json"):
+        with untouched.page.expect_download() as download:
+            untouched.page.click(f"#save-{form}")
+        download.value.save_as(tmp_path / f"curves.{form}")
+        saved[form] = (tmp_path / f"curves.{form}").read_text(encoding="utf-8")
+    rows = list(csv.DictReader(saved["csv"].splitlines()))
+    assert len(rows) == 2 * 3 * 4  # splits, methods, rounds
+    assert {(row["method"], row["seeds"]) for row in rows} == {("FedAgg", "2"), ("FedAvg", "1"), ("FedExP", "1")}
+    shown = untouched.traces("chart-accuracy")[0]
+    mine = [row for row in rows if (row["setting"], row["method"]) == (rows[0]["setting"], shown["name"])]
+    assert [float(row["accuracy"]) for row in mine] == shown["y"]
+    assert [float(row["rounds"]) for row in mine] == shown["x"] == [1, 2, 3, 4]
+    whole = json.loads(saved["json"])
+    assert [(row["accuracy"], row["accuracy_std"]) for row in whole] == [
+        (float(row["accuracy"]), float(row["accuracy_std"]) if row["accuracy_std"] else None) for row in rows
+    ]
+    assert untouched.complaints == []

@@ -10,25 +10,26 @@ if TYPE_CHECKING:
     from fedagg.adapters import lora, merge_lora
     from fedagg.algorithms import Algorithm, option, register
     from fedagg.clients import Clients, Outcome
+    from fedagg.comparison import Comparison, compare
     from fedagg.config import Config
     from fedagg.data import Dataset
     from fedagg.federation import Result, run
     from fedagg.flat import Layout, Model
-    from fedagg.tuning import Tuned, tune
+    from fedagg.tuning import Swept, Tuned, sweep, tune
     from fedagg.work import Chunk, Client, Learner, Work
 
 __version__ = "0.1.0"
 __all__ = [
-    "Algorithm", "Chunk", "Client", "Clients", "Config", "Dataset", "Layout", "Learner", "Model", "Outcome", "Result", "Tuned",
-    "Work", "lora", "merge_lora", "option", "register", "run", "tune",
+    "Algorithm", "Chunk", "Client", "Clients", "Comparison", "Config", "Dataset", "Layout", "Learner", "Model", "Outcome",
+    "Result", "Swept", "Tuned", "Work", "compare", "lora", "merge_lora", "option", "register", "run", "sweep", "tune",
 ]  # fmt: skip
 
 HOMES = {
     "lora": "adapters", "merge_lora": "adapters",
     "Algorithm": "algorithms", "option": "algorithms", "register": "algorithms", "Clients": "clients", "Outcome": "clients",
-    "Config": "config",
+    "Comparison": "comparison", "compare": "comparison", "Config": "config",
     "Dataset": "data", "Result": "federation", "run": "federation", "Layout": "flat", "Model": "flat", "Chunk": "work",
-    "Client": "work", "Learner": "work", "Work": "work", "Tuned": "tuning", "tune": "tuning",
+    "Client": "work", "Learner": "work", "Work": "work", "Swept": "tuning", "Tuned": "tuning", "sweep": "tuning", "tune": "tuning",
 }  # fmt: skip
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedagg import config, files
 from fedagg.config import NO_BEARING, Config
 from fedagg.errors import FedaggError, SettingError
 from fedagg.formats import check_run
 from fedagg.measure import Measure, told
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # What `task` says or every name has.
 TOLD = {
@@ -175,6 +179,23 @@ def find(folder: Path) -> list[Path]:
     """The run folders at or below a folder, e.g. those of `fedagg compare`."""
     found = (path for path in folder.rglob("config.toml") if ".partial" not in path.relative_to(folder).parts)
     return sorted(path.parent for path in found)
+
+
+def trained(module: nn.Module, path: Path) -> nn.Module:
+    """The module with the weights that a run ended with."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    again = f"have it written with: fedagg run --resume {shlex.quote(str(path.parent))}"
+    if not path.exists():
+        raise SettingError("run", str(path.parent), f"has no model.safetensors: the run is not finished; {again}")
+    try:
+        module.load_state_dict(load_file(path))
+    except (SafetensorError, OSError):
+        raise FedaggError(f"{path}: is damaged; {again}") from None
+    except RuntimeError:  # names or shapes that are not the module's
+        raise FedaggError(f"{path}: holds the weights of another model; {again}") from None
+    return module
 
 
 def whole(path: Path, numbers: Iterable[str] = ()) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 import sys
 import warnings
 from pathlib import Path
@@ -24,7 +23,7 @@ from fedagg.cli.catalogue import Plugin
 from fedagg.cli.show import out, waiting
 from fedagg.config import Config, resolve
 from fedagg.data import Dataset
-from fedagg.errors import FedaggError, FedaggWarning, SettingError
+from fedagg.errors import FedaggWarning, SettingError
 from fedagg.federation import build_model, chosen_data, counted, deal, finite
 
 if TYPE_CHECKING:
@@ -144,7 +143,7 @@ def networks(config: Config, data: Dataset, run: Path | None) -> dict[str, nn.Mo
     """The models whose gradients are compared: the initial one, and the final one of a run."""
     models = {"initial": build_model(config, data)}
     if run is not None:
-        models["final"] = trained(build_model(config, data), run / "model.safetensors")
+        models["final"] = runs.trained(build_model(config, data), run / "model.safetensors")
     return models
 
 
@@ -162,23 +161,6 @@ def dissimilarity(config: Config, data: Dataset, parts: splits.Indices, models: 
             each = progress.track(objective.each_gradient(w), len(parts), description=f"gradients at the {name} model")
             found[name] = het.streamed_dissimilarity((g.numpy() for g in each), objective.theta.numpy())
     return found
-
-
-def trained(module: nn.Module, path: Path) -> nn.Module:
-    """The module with the weights that a run ended with."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    again = f"have it written with: fedagg run --resume {shlex.quote(str(path.parent))}"
-    if not path.exists():
-        raise SettingError("run", str(path.parent), f"has no model.safetensors: the run is not finished; {again}")
-    try:
-        module.load_state_dict(load_file(path))
-    except (SafetensorError, OSError):
-        raise FedaggError(f"{path}: is damaged; {again}") from None
-    except RuntimeError:  # names or shapes that are not the module's
-        raise FedaggError(f"{path}: holds the weights of another model; {again}") from None
-    return module
 
 
 def summary(title: str, rows: dict[str, Distances], gradients: dict[str, Dissimilarity], folder: Path) -> dict[str, Any]:

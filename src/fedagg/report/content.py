@@ -20,6 +20,8 @@ from fedagg.measure import ACCURACY, CLIENTS, Measure
 from fedagg.reproduce.formats import name as method_name
 from fedagg.reproduce.results import Measured, Store
 from fedagg.runs import Run
+from fedagg.scores import Score, sheet, standings
+from fedagg.sheets import Sheet
 from fedagg.work import cross_entropy
 
 Column = list[float | None]
@@ -51,7 +53,7 @@ class Entry:
     config: Config
     rounds: int
     columns: dict[str, Column]
-    accuracy: float
+    score: float
     best: float
     loss: float
     environment: dict[str, Any]
@@ -111,6 +113,13 @@ class Series:
         if any(one is None for one in spent):
             return None
         return [self.mean(values)[0] for values in zip(*(one for one in spent if one is not None), strict=False)]
+
+    def scores(self) -> list[Score]:
+        seconds = [trial.total("seconds") for trial in self.trials]
+        spent = [math.nan if value is None else value for value in seconds]
+        return [
+            Score.of(t, t.config.seed, t.columns["accuracy"], t.columns, took) for t, took in zip(self.trials, spent, strict=True)
+        ]
 
 
 @dataclass
@@ -193,6 +202,12 @@ def look(paths: Sequence[Path], reader: Reader) -> Content:
     return Content(title, groups, begun, store, left_out(trials, groups), known)
 
 
+def table(content: Content, target: float | None = None) -> Sheet:
+    """What the runs came to, a row for every method of every setting."""
+    lines = {group.name: standings({n: one.scores() for n, one in group.series.items()}, target) for group in content.groups}
+    return sheet(lines, content.groups[0].name if len(lines) == 1 else content.title, content.notes, "method")
+
+
 def left_out(trials: Sequence[Entry], groups: Sequence[Group]) -> list[str]:
     """Which runs are in no mean, and why."""
     empty = [trial.name for trial in trials if not trial.rounds]
@@ -259,10 +274,10 @@ def given(trial: Entry) -> str:
 
 
 def from_cell(cell: Measured) -> Entry:
-    columns = {name: cell.column(name) for name in (*FIGURES, *SPENT)} | {"accuracy": cell.column(cell.measure.key)}
+    columns = {name: cell.column(name) for name in (*FIGURES, *SPENT)} | {"accuracy": cell.column(cell.metric.key)}
     known = make(cell.config, recorded=True)
     figures = (cell.score, cell.best, cell.loss)
-    return Entry(known, cell.rounds, columns, *figures, cell.environment, None, cell.measure, fared(cell.figures))
+    return Entry(known, cell.rounds, columns, *figures, cell.environment, None, cell.metric, fared(cell.figures))
 
 
 def from_run(run: Run) -> Entry:

@@ -112,6 +112,29 @@
     }
   }
 
+  // What all curves show, a row for every round of every line.
+  function numbers() {
+    return data.groups.flatMap((group) => group.series.flatMap((series) => series.accuracy.map((_, i) => ({
+      setting: group.name, method: series.name, seeds: series.seeds,
+      ...Object.fromEntries(Object.keys(data.progress).map((by) => [by, series.progress[by]?.[i] ?? null])),
+      ...Object.fromEntries(Object.keys(group.names).flatMap((name) => [name, name + "_std"]).map((name) => [name, series[name][i] ?? null])),
+    }))));
+  }
+
+  function save(name, type, text) {
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(new Blob([text], { type }));
+    link.download = name;
+    link.click();
+    URL.revokeObjectURL(link.href);
+  }
+
+  function saveCsv() {
+    const rows = numbers();
+    const cell = (value) => (typeof value === "string" ? '"' + value.replaceAll('"', '""') + '"' : value ?? "");
+    save("curves.csv", "text/csv", [Object.keys(rows[0]), ...rows.map((row) => Object.values(row).map(cell))].join("\n") + "\n");
+  }
+
   function scale(z) {
     const values = z.flat().filter((value) => value !== null);
     const [zmin, zmax] = around(values[0]);
@@ -273,6 +296,8 @@
 
   const menus = { group: drawCurves, progress: drawCurves, "rate-run": drawRates, "rate-epoch": drawRates, "left-run": drawLeftOut, partition: drawPartition };
   document.addEventListener("change", (event) => menus[event.target.id]?.());
+  const saving = { "save-csv": saveCsv, "save-json": () => save("curves.json", "application/json", JSON.stringify(numbers())) };
+  document.addEventListener("click", (event) => saving[event.target.id]?.());
   dark.addEventListener("change", drawAll);
   let width = innerWidth;
   let later;

@@ -104,7 +104,9 @@ def parts(content: Content, drawn: dict[str, Any]) -> list[Part]:
     found = [("results", "Results", tables.results(content) + notes, "")]
     if content.store is not None:
         found += [(name, f"Beside the paper: {title}", body, "") for name, title, body in tables.beside_paper(content.store)]
-    found.append(("curves", "Curves", "", menus(group="setting", progress="against") + figures(*FIGURES)))
+    buttons = " ".join(f'<button type="button" id="save-{form}">{form.upper()}</button>' for form in ("csv", "json"))
+    save = f'<p class="choose">Save the numbers of all curves as {buttons}</p>'
+    found.append(("curves", "Curves", "", menus(group="setting", progress="against") + figures(*FIGURES) + save))
     if drawn["rates"]:
         maps = menus(rate_run="run", rate_epoch="epoch") + figures("rate-map", "rate-bands", "moved-map")
         found.append(("rates", "Learning rates and drift by client", some(content, drawn["rates"]), maps))

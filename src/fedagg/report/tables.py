@@ -32,13 +32,13 @@ def methods(group: Group) -> str:
     by_client = {name: key for name, key in CLIENTS.items() if any(key in trial.by_client for trial in group.trials)}
     judged = [f"{name}{metric.unit}" for name in (metric.label, "best", *by_client)]
     heads = ["method", *judged, "loss", "samples", "MB sent", "seconds", "seeds"]
-    ends = {name: one.mean(t.accuracy for t in one.trials)[0] for name, one in group.series.items() if one.finished}
+    ends = {name: one.mean(t.score for t in one.trials)[0] for name, one in group.series.items() if one.finished}
     top = metric.best(value for value in ends.values() if value is not None)
     scale, digits = metric.scale, 2 if metric.percent else 4
     rows = [
         [
             plain(name),
-            spread(one, [scale * t.accuracy for t in one.trials], digits, bold=name in ends and ends[name] == top),
+            spread(one, [scale * t.score for t in one.trials], digits, bold=name in ends and ends[name] == top),
             spread(one, [scale * t.best for t in one.trials], digits),
             *(spread(one, [scale * t.by_client.get(key, math.nan) for t in one.trials], digits) for key in by_client.values()),
             spread(one, [t.loss for t in one.trials], digits=4),
@@ -84,7 +84,7 @@ def beside_paper(store: Store) -> Iterator[tuple[str, str, str]]:
         for line in lines:
             about = [
                 plain(line.row.label),
-                plain(line.row.distribution),
+                plain(line.split),
                 (formats.clients(line), line.participation, False),
             ]
             held, ranked = line.order
