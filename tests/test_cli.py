@@ -279,7 +279,7 @@ def test_plot_takes_folders_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     assert call("compare", "fedagg,fedavg", *TINY, "--quiet", "--out", "c") == 0
     assert call("run", *TINY, "--quiet", "--out", "r") == 0
-    assert call("plot", "c", "r", "--format", "svg") == 0
+    assert call("plot", "c", "r", "--format", "svg", "--each") == 0
     drawn = Path("figures/runs.svg").read_text()
     assert "<!-- fedagg seed 0 (fedagg) -->" in drawn
     assert "<!-- fedagg seed 0 (r) -->" in drawn

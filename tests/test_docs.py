@@ -23,10 +23,11 @@ import pytest
 import typer
 
 import tiny
-from fedagg import __version__, data, models, partition, trackers
+from fedagg import __version__, data, models, partition, tasks, trackers
 from fedagg.algorithms import REGISTRY, Algorithm, fedagg, guard
 from fedagg.cli import app, main
 from fedagg.config import SETTINGS
+from fedagg.measure import CLIENTS
 from fedagg.options import declared
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -168,8 +169,9 @@ def test_every_key_of_the_record_is_in_the_glossary(tmp_path: Path) -> None:
     written = {key for method in ("fedavg", *own) for row in tiny.job(algorithm=method, rounds=1, epochs=1).history for key in row}
     for more in ({"dropout_rate": 1.0}, {"algorithm": "fedagg", "variant": "paper", "passes": 2}):
         written |= {key for row in tiny.job(rounds=1, epochs=1, **more).history for key in row}
-    server = (ROOT / "src" / "fedagg" / "flower" / "strategy.py").read_text(encoding="utf-8")
-    written |= {*re.findall(r'row\["(\w+)"\] = ', server), "epsilon", "epsilon_replaced"}
+    federation = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src" / "fedagg" / "flower").glob("*.py"))
+    written |= {*re.findall(r'\b(?:row|figures)\["(\w+)"\] = ', federation), "tested", "epsilon", "epsilon_replaced"}
+    written |= {metric.key for task in tasks.TASKS.values() for metric in task.metrics} | set(CLIENTS.values())
     assert sorted(told) == sorted(written)
 
 

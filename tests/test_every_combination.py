@@ -1,4 +1,4 @@
-"""Every method on a small network, and every network with some method: a round or two on a handful of images, and nothing breaks.
+"""Every method on a small network, and every network with some method: a round or two on a handful of samples, and nothing breaks.
 Methods that treat the head apart go to networks of different kinds."""
 
 from __future__ import annotations
@@ -15,8 +15,16 @@ import fedagg
 from fedagg import algorithms, models
 from fedagg.errors import SettingError
 
-COLOUR = ("cifar10-cnn", "alexnet", "vgg11", "resnet18", "googlenet", "densenet121")
-BIG = ("alexnet", "vgg11", "resnet18", "googlenet", "densenet121")  # one client a round: up to 23 million weights each
+COLOUR = ("cifar10-cnn", "alexnet", "vgg11", "resnet18", "resnet18-gn", "googlenet", "densenet121")
+TEXT = ("char-lstm", "char-transformer")
+BIG = (
+    "alexnet",
+    "vgg11",
+    "resnet18",
+    "resnet18-gn",
+    "googlenet",
+    "densenet121",
+)  # one client a round: up to 23 million weights each
 METHODS: list[tuple[str, dict[str, Any], str]] = [
     (name, {}, "lenet5") for name in sorted(algorithms.REGISTRY.keys() - {"fedagg-paper"})
 ]
@@ -31,27 +39,37 @@ NETWORKS = {
     "resnet18": "fedgh",
     "googlenet": "fedbabu",
     "densenet121": "fedgh",
+    "mlp": "fedagg",
+    "resnet18-gn": "fedagg",
+    "char-lstm": "fedgh",
+    "char-transformer": "fedagg",
 }
 
 
+def shape_of(name: str) -> tuple[int, ...]:
+    return (6,) if name in TEXT else (3, 32, 32) if name in COLOUR else (1, 28, 28)
+
+
 @cache
-def images(shape: tuple[int, int, int]) -> fedagg.Dataset:
+def samples(shape: tuple[int, ...]) -> fedagg.Dataset:
     rng = np.random.default_rng(1)
     x, y = rng.random((8, *shape), dtype=np.float32), np.arange(8) % 3
+    if len(shape) == 1:
+        x = (3 * x).astype(np.int64)  # tokens
     return fedagg.Dataset(x[:5], y[:5], x[5:], y[5:], classes=3)
 
 
 @cache
-def built(name: str, shape: tuple[int, int, int]) -> nn.Module:
+def built(name: str, shape: tuple[int, ...]) -> nn.Module:
     """Built once: the run works on a copy."""
     return models.build(name, shape, 3, seed=3)
 
 
 def run(algorithm: str, name: str, **settings: Any) -> fedagg.Result:
-    shape = (3, 32, 32) if name in COLOUR else (1, 28, 28)
+    shape = shape_of(name)
     return fedagg.run(
         algorithm=algorithm,
-        data=images(shape),
+        data=samples(shape),
         parts=[[0, 1], [2, 3, 4]],  # two clients of different sizes, one batch each
         model=built(name, shape),
         # What methods carry into a second round is one vector to them, whatever the model; FedAgg has no field before.
@@ -86,7 +104,7 @@ def test_a_method_that_needs_a_body_refuses_a_network_without() -> None:
 )
 def test_trains(algorithm: str, settings: dict[str, Any], name: str) -> None:
     result = run(algorithm, name, **settings)
-    module = built(name, (3, 32, 32) if name in COLOUR else (1, 28, 28))
+    module = built(name, shape_of(name))
     before, after = module.state_dict(), result.model.state_dict()
     assert all(torch.isfinite(value).all() for value in after.values())
     assert all(after[key].dtype == value.dtype for key, value in before.items())

@@ -87,26 +87,32 @@ def started(d: int = 1, **options: Any) -> FedAgg:
 
 @pytest.mark.parametrize("base", [1e-4, 1e-2, 1.0, 30.0])
 @pytest.mark.parametrize("count", [1, 2, 20])
-def test_the_rate_is_half_of_what_is_best_for_a_client(count: int, base: float) -> None:
+def test_the_rate_that_is_best_for_a_client_alone(count: int, base: float) -> None:
     """By hand: a step at the rate 1/h ends at the optimum, so that no rate leaves less loss. Rates that are tried are a factor of 4
     apart, and beyond 1/h the loss rises faster than it fell: the parabola is a little low."""
-    rate = started(lr=base).own_rate(federation_of(count))
-    assert 0.4 < rate / (0.5 / BEND) < 2.0
+    rate = started(lr=base).best_alone(federation_of(count))
+    assert 0.4 < rate / (1 / BEND) < 2.0
+    method = started(lr=base)
+    method.round(Model(torch.zeros(1), torch.zeros(0)), federation_of(count))
+    assert method.state["rate"] == rate / 2  # what is good for one is too much for the average
 
 
 def test_the_base_rate_stands_where_clients_are_silent() -> None:
     gone = federation_of(4, faults=Faults(dropout=1.0))
-    assert started(lr=0.2).own_rate(gone) == 0.2
+    assert started(lr=0.2).best_alone(gone) == 0
 
     class Closed(Clients):
         open = False
 
     closed = Closed(**vars(federation_of(4)))
-    assert started(lr=0.2).own_rate(closed) == 0.2
+    assert started(lr=0.2).best_alone(closed) == 0
     assert closed.passes == 0
     base = federation_of(4)
-    assert started(lr=0.2, pace="base").own_rate(base) == 0.2
+    method = started(lr=0.2, pace="base")
+    assert method.best_alone(base) == 0
     assert base.passes == 0
+    method.round(Model(torch.zeros(1), torch.zeros(0)), base)
+    assert method.state["rate"] == 0.2
 
 
 def test_a_rehearsal_leaves_no_trace_but_its_cost() -> None:
@@ -288,6 +294,25 @@ def test_a_rate_far_too_small_grows_and_the_toy_is_solved() -> None:
     fixed = started(lr=0.003, pace="base")
     trained(fixed, 20)
     assert fixed.state["rate"] == 0.003
+
+
+@pytest.mark.parametrize(
+    ("trend", "swing", "alone", "rate"),
+    [
+        (-0.1, 0.1, 1.0, 0.44),  # known 2, so a tenth more: every round lowers the loss
+        (0.1, 0.1, 1.0, 0.4 / 1.1),  # every round raises it
+        (0.0, 0.1, 1.0, 0.4),  # rounds undo each other
+        (-0.1, 0.1, 0.42, 0.42),  # up to what is best alone
+        (-0.1, 0.1, 0.3, 0.4),  # the line search has led beyond: it stays
+        (0.0, 0.0, 1.0, 0.4),  # nothing is known
+        (0.1, 0.1, 0.0, 0.4),  # nothing was tried: the base rate stands
+    ],
+)
+def test_the_rate_follows_the_trend(trend: float, swing: float, alone: float, rate: float) -> None:
+    method = started()
+    method.state |= {"trend": trend, "swing": swing, "alone": alone, "rate": 0.4, "known": 2}
+    method.follow_trend()
+    assert method.state["rate"] == pytest.approx(rate)
 
 
 @pytest.mark.parametrize(

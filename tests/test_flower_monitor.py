@@ -14,6 +14,7 @@ pytest.importorskip("flwr", reason="needs fedagg[flower]")
 from fedagg.errors import SettingError
 from fedagg.flower.monitor import exposition, kind, log_as_json
 from fedagg.flower.server import split
+from fedagg.report.follow import Watch
 from test_flower import federated, spoil
 
 
@@ -32,7 +33,7 @@ def parsed(text: str) -> dict[str, float]:
     return found
 
 
-def test_figures_for_prometheus_are_those_of_the_record(tmp_path):
+def test_prometheus_and_the_live_page_show_what_is_in_the_record(tmp_path):
     strategy, _ = federated(
         tamper=spoil(2, lambda sent, reply: []), out=tmp_path, algorithm="fedavg", participation=1.0, rounds=2, eval_every=1
     )
@@ -40,9 +41,16 @@ def test_figures_for_prometheus_are_those_of_the_record(tmp_path):
     first, last = strategy.book.history
     assert told["fedagg_round"] == told["fedagg_rounds_planned"] == 2
     assert told["fedagg_accuracy"] == last["accuracy"]
+    assert [told[f'fedagg_node_accuracy{{client="{k}"}}'] for k in range(4)] == strategy.about[-1]["tests"][-1]["accuracy"]
     assert told["fedagg_bytes_up_total"] == first["bytes_up"] + last["bytes_up"]
     assert (told["fedagg_nodes_asked"], told["fedagg_nodes_answered"]) == (4, 3)
     assert told['fedagg_nodes_left_out{cause="no answer in time"}'] == 1
+    page = json.loads(Watch([tmp_path]).changes(since=0))
+    (group,), (missing,) = page["changes"]["groups"], page["changes"]["left_out"]
+    assert page["status"]["text"] == "finished, 2 rounds"
+    assert group["series"][0]["accuracy"] == pytest.approx([100 * row["accuracy"] for row in (first, last)])
+    assert missing["counts"] == {"no answer in time": [0, 1]}
+    assert any("2 (node 1002) in 1" in section for section in page["changes"]["sections"])
 
 
 def test_what_is_not_known_is_left_out():

@@ -14,7 +14,7 @@ from torch.func import functional_call, stack_module_state
 from fedagg import evaluate, models
 from fedagg.errors import SettingError
 
-FLAT = ("linear", "mnist-cnn", "cifar10-cnn", "lenet5", "alexnet", "vgg11")
+FLAT = ("linear", "mlp", "mnist-cnn", "cifar10-cnn", "lenet5", "alexnet", "vgg11")
 FLAT_LAYERS = {
     nn.Flatten,
     nn.Linear,
@@ -26,6 +26,10 @@ FLAT_LAYERS = {
     nn.BatchNorm2d,
     nn.GroupNorm,
 }
+
+
+TEXT = ("char-lstm", "char-transformer")
+IMAGES = tuple(name for name in models.names() if name not in (*TEXT, "resnet18-gn"))  # the last is resnet18 by another name
 
 
 def count(model: nn.Module) -> int:
@@ -50,12 +54,16 @@ def samples(shape: tuple[int, ...], batch: int = 2) -> Tensor:
     return torch.randn(batch, *shape, generator=torch.Generator().manual_seed(7))
 
 
-def test_names_are_the_papers() -> None:
-    assert models.names() == (*FLAT, "resnet18", "googlenet", "densenet121")
+def test_names_are_the_papers_and_what_others_use() -> None:
+    assert models.names() == (*FLAT, "resnet18", "resnet18-gn", "googlenet", "densenet121", *TEXT)
 
 
 def test_linear_is_784_by_10() -> None:
     assert count(models.build("linear", (1, 28, 28), 10)) == 784 * 10 + 10 == 7850
+
+
+def test_mlp_has_the_count_published_by_mcmahan_et_al() -> None:
+    assert count(models.build("mlp", (1, 28, 28), 10)) == fc(784, 200) + fc(200, 200) + fc(200, 10) == 199_210
 
 
 def test_mnist_cnn_has_the_count_published_by_mcmahan_et_al() -> None:
@@ -96,6 +104,14 @@ def test_resnet18_has_the_usual_cifar_count() -> None:
 
     expected = conv_norm(3, 64, 3) + stage(64, 64) + stage(64, 128) + stage(128, 256) + stage(256, 512) + fc(512, 10)
     assert count(models.build("resnet18", (3, 32, 32), 10)) == expected == 11_173_962
+
+
+def test_resnet18_gn_is_resnet18_with_group_normalisation() -> None:
+    ours, usual = models.build("resnet18-gn", (3, 32, 32), 10), models.build("resnet18", (3, 32, 32), 10, norm="group")
+    assert str(ours) == str(usual)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), usual.parameters(), strict=True))
+    with pytest.raises(SettingError, match="norm = 'batch': model 'resnet18-gn' needs a norm; choose group"):
+        models.build("resnet18-gn", (3, 32, 32), 10, norm="batch")
 
 
 def test_googlenet_is_nine_inceptions_of_table_1() -> None:
@@ -154,7 +170,7 @@ def test_group_norm_divides_channels_into_at_most_32_groups() -> None:
     assert groups[208] == 26
 
 
-@pytest.mark.parametrize("name", models.names())
+@pytest.mark.parametrize("name", IMAGES)
 @pytest.mark.parametrize(("shape", "classes"), [((1, 28, 28), 10), ((2, 32, 32), 100)])
 def test_output_has_one_column_per_class(name: str, shape: tuple[int, ...], classes: int) -> None:
     model = models.build(name, shape, classes).eval()
@@ -166,7 +182,7 @@ def test_linear_takes_any_shape() -> None:
     assert models.build("linear", (5,), 3)(torch.zeros(4, 5)).shape == (4, 3)
 
 
-@pytest.mark.parametrize("name", models.names())
+@pytest.mark.parametrize("name", IMAGES)
 def test_every_parameter_gets_a_gradient_and_nothing_works_in_place(name: str) -> None:
     model = models.build(name, (3, 28, 28), 10)
     assert not any(module.inplace for module in model.modules() if isinstance(module, nn.ReLU | nn.Dropout))
@@ -207,7 +223,7 @@ def assert_vmap_agrees(name: str, norm: str | None) -> None:
     assert not torch.allclose(apart[0], apart[1])
 
 
-@pytest.mark.parametrize("name", models.names())
+@pytest.mark.parametrize("name", IMAGES)
 def test_vmap_over_two_copies_equals_two_forwards(name: str) -> None:
     assert_vmap_agrees(name, None)
 
@@ -233,7 +249,7 @@ def test_vmap_in_training_mode_updates_each_copys_own_statistics() -> None:
                 torch.testing.assert_close(after[path][index], buffer, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", models.names())
+@pytest.mark.parametrize("name", IMAGES)
 def test_weights_are_a_function_of_the_seed(name: str) -> None:
     first, again, other = (models.build(name, (1, 28, 28), 10, seed=seed).state_dict() for seed in (3, 3, 4))
     assert all(torch.equal(first[path], again[path]) for path in first)
@@ -262,7 +278,7 @@ def test_dropout_is_a_half_unless_set(name: str, asked: float | None, got: float
     assert [module.p for module in model.modules() if isinstance(module, nn.Dropout)] == [got, got]
 
 
-@pytest.mark.parametrize("name", models.names())
+@pytest.mark.parametrize("name", IMAGES)
 def test_the_head_is_the_last_linear_layer(name: str) -> None:
     model = models.build(name, (3, 32, 32), 7)
     path = models.head(model)
@@ -271,6 +287,14 @@ def test_the_head_is_the_last_linear_layer(name: str) -> None:
     assert layer.out_features == 7
     assert models.head_parameters(model) == [f"{path}.weight", f"{path}.bias"]
     assert models.has_body(model) == (name != "linear")
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_the_head_of_a_text_model_is_its_last_layer(name: str) -> None:
+    model = models.build(name, (6,), 7)
+    layer = model.get_submodule(models.head(model))
+    assert isinstance(layer, nn.Linear)
+    assert layer.out_features == 7
 
 
 def test_a_head_can_be_named_and_can_be_a_container() -> None:
@@ -305,7 +329,7 @@ def test_an_unknown_model_is_met_with_the_nearest() -> None:
         models.build("resnet-18", (3, 32, 32), 10)
 
 
-@pytest.mark.parametrize("name", [name for name in models.names() if name != "linear"])
+@pytest.mark.parametrize("name", [name for name in IMAGES if name not in ("linear", "mlp")])
 @pytest.mark.parametrize("shape", [(3, 64, 64), (3, 28, 32), (784,), (0, 28, 28)])
 def test_a_wrong_size_names_model_shape_and_fix(name: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(SettingError, match=re.escape(f"model = {name!r}: shape {shape} does not fit; use (channels, 28")):

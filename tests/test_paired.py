@@ -14,7 +14,7 @@ import pytest
 
 from fedagg import cli, paired, plots
 from fedagg.cli import compare
-from fedagg.cli.show import seeds_table, summed
+from fedagg.scores import sheet, standings
 
 TINY = ["--rounds", "2", "--clients", "20", "--participation", "0.1", "--epochs", "1", "--quiet"]
 
@@ -87,9 +87,9 @@ def test_a_run_that_was_stopped_is_not_counted(
 
 
 def test_a_method_without_a_whole_run_has_no_figures() -> None:
-    (one,) = summed({"fedavg": []})
-    assert (one.seeds, one.json()["accuracy"]) == (0, None)
-    assert seeds_table([one], "").row_count == 1
+    (one,) = standings({"fedavg": []}, 0.5)
+    assert (one.seeds, one.record()["accuracy"], one.to_target()) == (0, None, ("-", "-"))
+    assert sheet({"": [one]}, "").rows[0][:2] == ["fedavg", "-"]
 
 
 def test_the_band_is_one_deviation_around_the_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

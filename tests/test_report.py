@@ -390,7 +390,7 @@ def test_a_damaged_file_is_one_line(
 
 
 def test_a_loss_that_is_no_number_is_left_out() -> None:
-    series = content.Series("x")
+    series = content.Series("x", "x")
     config = Config()
     columns: dict[str, content.Column] = {name: [1.0, float("nan")] for name in content.FIGURES}
     series.trials.append(content.Entry(config, 2, columns, 0.5, 0.5, float("nan"), {}))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import fedagg
+from fedagg import files
 from fedagg.config import Config
 from fedagg.report import write
+from fedagg.report.follow import serve
+from growing import Growing
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = [
@@ -48,8 +53,8 @@ def browser() -> Iterator[Any]:
 class Opened:
     """The page with what the browser complained of, and what it asked the network for."""
 
-    def __init__(self, browser: Any, report: Path, width: int = 1400, scheme: str = "light") -> None:
-        self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    def __init__(self, browser: Any, report: Path | str, width: int = 1400, scheme: str = "light", **more: Any) -> None:
+        self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, **more)
         self.context.set_default_timeout(180_000)  # a busy machine is no fault of the page's
         self.page = self.context.new_page()
         self.complaints: list[str] = []
@@ -57,7 +62,7 @@ class Opened:
         self.page.on("console", lambda message: self.complaints.append(f"{message.type}: {message.text}"))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.goto(report.as_uri())
+        self.page.goto(report if isinstance(report, str) else report.as_uri())
         self.page.wait_for_selector("#chart-partition .main-svg")
 
     def traces(self, chart: str) -> list[dict[str, Any]]:
@@ -104,7 +109,7 @@ def test_the_charts_have_their_data(untouched: Opened) -> None:
 
 def test_every_chart_says_what_it_shows(untouched: Opened) -> None:
     places = untouched.page.query_selector_all("figure:not([hidden]) .chart")
-    assert len(places) == 9
+    assert len(places) == 11
     for place in places:
         assert place.get_attribute("role") == "img"
         assert len(place.get_attribute("aria-label")) > 40
@@ -154,47 +159,40 @@ def test_choosing_a_setting_and_what_to_count_by(opened: Opened) -> None:
     assert opened.complaints == []
 
 
-@pytest.fixture(scope="module")
-def at_width(browser: Any, report: Path) -> Iterator[Callable[[int], Opened]]:
-    """The page at some width, opened once, for tests that only look at it."""
-    tabs: dict[int, Opened] = {}
-    yield lambda width: tabs.get(width) or tabs.setdefault(width, Opened(browser, report, width))
-    for tab in tabs.values():
-        tab.context.close()
-
-
-@pytest.mark.parametrize("width", [360, 800, 1600])
-def test_it_fits_the_screen(width: int, at_width: Callable[[int], Opened]) -> None:
-    tab = at_width(width)
-    assert tab.page.evaluate("document.documentElement.scrollWidth") <= width
-    box = tab.page.locator("#chart-accuracy .main-svg").first.bounding_box()
-    assert box["x"] >= 0
-    assert box["x"] + box["width"] <= width
-    assert box["width"] > 0.8 * min(width, 480) - 40
+def test_it_fits_every_screen(browser: Any, report: Path) -> None:
+    tab = Opened(browser, report)
+    fits = """() => {
+        const box = document.querySelector('#chart-accuracy .main-svg').getBoundingClientRect();
+        const wide = document.documentElement.scrollWidth;
+        return wide <= innerWidth && box.left >= 0 && box.right <= innerWidth && box.width > 0.8 * Math.min(innerWidth, 480) - 40;
+    }"""
+    titled = """chart => {
+        const edges = part => document.querySelector(chart + ' ' + part).getBoundingClientRect();
+        return edges('.cbtitle').width > 0 && edges('.cbtitle').right <= edges('.main-svg').right;
+    }"""
+    for width in (360, 390, 800, 1600, 2400):
+        tab.page.set_viewport_size({"width": width, "height": 900})
+        tab.page.wait_for_function(fits)
+        for chart in ("#chart-partition", "#chart-rate-map", "#chart-moved-map"):
+            tab.page.wait_for_function(titled, arg=chart)  # the scale of a map says what it counts
     assert tab.complaints == []
+    tab.context.close()
 
 
 def test_light_and_dark_are_readable(browser: Any, report: Path) -> None:
-    shades = {}
+    """The page follows when the reader's system changes, charts included."""
+    tab = Opened(browser, report)
+    style, axis = "getComputedStyle(document.body)", "getComputedStyle(document.querySelector('#chart-accuracy .xtick text')).fill"
+    shades = set()
     for scheme in ("light", "dark"):
-        tab = Opened(browser, report, scheme=scheme)
-        style = "getComputedStyle(document.body)"
+        tab.page.emulate_media(color_scheme=scheme)
+        tab.page.wait_for_function(f"() => {axis} === {style}.color")
         paper, ink = (tab.page.evaluate(f"{style}.{name}") for name in ("backgroundColor", "color"))
-        axis = tab.page.evaluate("getComputedStyle(document.querySelector('#chart-accuracy .xtick text')).fill")
         assert contrast(paper, ink) >= 7.0
-        assert contrast(paper, axis) >= 7.0
-        shades[scheme] = paper
-        # The page follows when the reader's system changes, charts included.
-        tab.page.emulate_media(color_scheme="dark" if scheme == "light" else "light")
-        other = tab.page.evaluate(f"{style}.backgroundColor")
-        tab.page.wait_for_function(
-            "old => getComputedStyle(document.querySelector('#chart-accuracy .xtick text')).fill !== old", arg=axis
-        )
-        now = tab.page.evaluate("getComputedStyle(document.querySelector('#chart-accuracy .xtick text')).fill")
-        assert contrast(other, now) >= 7.0
-        assert tab.complaints == []
-        tab.context.close()
-    assert shades["light"] != shades["dark"]
+        shades.add(paper)
+    assert len(shades) == 2
+    assert tab.complaints == []
+    tab.context.close()
 
 
 def contrast(one: str, two: str) -> float:
@@ -207,15 +205,6 @@ def contrast(one: str, two: str) -> float:
 
     low, high = sorted((luminance(one), luminance(two)))
     return (high + 0.05) / (low + 0.05)
-
-
-@pytest.mark.parametrize("width", [390, 1600])
-def test_the_scale_of_a_map_says_what_it_counts(at_width: Callable[[int], Opened], width: int) -> None:
-    page = at_width(width).page
-    for chart in ("#chart-partition", "#chart-rate-map", "#chart-moved-map"):
-        page.wait_for_selector(f"{chart} .cbtitle", state="attached")
-        ends = "query => document.querySelector(query).getBoundingClientRect().right"
-        assert page.evaluate(ends, f"{chart} .cbtitle") <= page.evaluate(ends, f"{chart} .main-svg")
 
 
 def test_rates_that_are_all_one_number_stand_on_a_scale_around_it(opened: Opened) -> None:
@@ -232,3 +221,107 @@ def test_rates_that_are_all_one_number_stand_on_a_scale_around_it(opened: Opened
 def test_few_rounds_are_counted_whole(untouched: Opened) -> None:
     ticks = untouched.page.locator("#chart-accuracy .xtick text").all_text_contents()
     assert ticks == ["1", "2", "3", "4"]
+
+
+TWELVE = (
+    *("fedagg", "fedavg", "fedprox", "scaffold", "feddyn", "fedadam"),
+    *("fedyogi", "fedavgm", "fednova", "fedsam", "mofedsam", "fedspeed"),
+)
+
+
+def test_twelve_methods_on_a_phone_and_on_a_desk(tmp_path: Path, browser: Any) -> None:
+    for method in TWELVE:
+        run = Growing(tmp_path / "runs" / method, rounds=2, algorithm=method)
+        run.grow()
+        run.grow(left_out={"7": "moved absurdly far, as nobody else did"})
+    page = write([tmp_path / "runs"], tmp_path / "r.html")
+    tab = Opened(browser, page, 390, has_touch=True, is_mobile=True)
+    apart = """() => {
+        const edges = name => document.querySelector('#chart-accuracy .' + name).getBoundingClientRect();
+        const [plot, title, legend, bar, whole] = ['nsewdrag', 'xtitle', 'legend', 'modebar', 'main-svg'].map(edges);
+        return title.bottom <= legend.top + 0.5 && legend.bottom <= whole.bottom + 0.5 && legend.right <= whole.right
+            && bar.width > 100 && bar.bottom <= plot.top && document.documentElement.scrollWidth <= innerWidth;
+    }"""
+    tab.page.wait_for_function(apart)
+    wider = "tables => tables.filter(table => table.scrollWidth > table.clientWidth).length"
+    assert tab.page.eval_on_selector_all(".table", wider) == 0
+    tab.page.set_viewport_size({"width": 1200, "height": 900})
+    tab.page.wait_for_function("() => document.querySelector('#chart-accuracy .main-svg').getBoundingClientRect().width > 400")
+    tab.page.wait_for_function(apart)
+    assert tab.page.locator("#chart-accuracy .legend .traces").count() == 12
+    assert "cloud" not in tab.page.locator("#chart-accuracy .modebar").inner_html().lower()
+    assert tab.complaints == []
+    tab.context.close()
+
+
+def test_a_page_that_follows_runs(tmp_path: Path, browser: Any) -> None:
+    going, other = (Growing(tmp_path / "runs" / name, rounds=4, algorithm=name) for name in ("fedagg", "fedavg"))
+    claim = files.Claim(going.folder, "out")
+    other.grow()
+    going.grow(seconds=100.0)
+    going.grow(seconds=100.0)
+    with serve([tmp_path / "runs"]) as server:
+        tab = Opened(browser, server.address, 1200)
+        page, shown = tab.page, "() => document.getElementById('chart-accuracy')"
+        assert page.inner_text("#status") == "1 running, 1 stopped"
+        assert page.inner_text("#unfinished").startswith("fedagg seed 0: running, round 3 of 4, about ")
+        # What the reader does: zoom, hide a line, choose what to count by, sort.
+        page.select_option("#progress", value="work")
+        page.locator("#results th button", has_text="accuracy").click()
+        page.locator("#chart-accuracy .legend .traces", has_text="FedAvg").locator(".legendtoggle").click()
+        page.wait_for_function(f"{shown}._fullData[1].visible === 'legendonly'")
+        place = page.locator("#chart-accuracy .nsewdrag").bounding_box()
+        page.mouse.move(place["x"] + 100, place["y"] + 100)
+        page.mouse.down()
+        page.mouse.move(place["x"] + 300, place["y"] + 200, steps=5)
+        page.mouse.up()
+        page.wait_for_function(f"{shown}._fullLayout.xaxis.autorange === false")
+        zoomed = page.evaluate(f"{shown}._fullLayout.xaxis.range")
+        # What the run does.
+        going.grow(left_out={"7": "not finite"})
+        page.wait_for_function(f"{shown}._fullData[0].x.length === 3")
+        assert [(t["name"], t["visible"]) for t in tab.traces("chart-accuracy")] == [
+            ("FedAgg (3 of 4 rounds)", True),
+            ("FedAvg (1 of 4 rounds)", "legendonly"),
+        ]
+        assert page.evaluate(f"{shown}._fullLayout.xaxis.range") == zoomed
+        assert page.input_value("#progress") == "work"
+        assert page.locator("#results th[aria-sort=descending]").inner_text().startswith("accuracy")
+        assert page.locator("#results td:nth-child(2)").all_inner_texts() == ["70.00", "50.00"]
+        page.wait_for_selector("#chart-left-out .main-svg")
+        assert "7 in 1" in page.inner_text("#left-out .words")
+        assert page.locator("nav a[href='#left-out']").count() == 1
+        assert [t["cells"] for t in tab.traces("chart-rate-map")] == [5]
+        # And how it ends.
+        for run in (going, other):
+            while run.done < 4:
+                run.grow()
+            run.finish()
+        claim.release()
+        page.wait_for_function("() => document.getElementById('status').textContent === 'all 2 runs finished'")
+        assert [t["name"] for t in tab.traces("chart-accuracy")] == ["FedAgg", "FedAvg"]
+        assert page.evaluate(f"{shown}._fullLayout.xaxis.range") == zoomed
+        assert tab.complaints == []
+    page.wait_for_function("() => document.getElementById('status').className === 'trouble'")  # nobody is left to ask
+    tab.context.close()
+
+
+def test_the_numbers_can_be_saved(untouched: Opened, tmp_path: Path) -> None:
+    saved = {}
+    for form in ("csv", "json"):
+        with untouched.page.expect_download() as download:
+            untouched.page.click(f"#save-{form}")
+        download.value.save_as(tmp_path / f"curves.{form}")
+        saved[form] = (tmp_path / f"curves.{form}").read_text(encoding="utf-8")
+    rows = list(csv.DictReader(saved["csv"].splitlines()))
+    assert len(rows) == 2 * 3 * 4  # splits, methods, rounds
+    assert {(row["method"], row["seeds"]) for row in rows} == {("FedAgg", "2"), ("FedAvg", "1"), ("FedExP", "1")}
+    shown = untouched.traces("chart-accuracy")[0]
+    mine = [row for row in rows if (row["setting"], row["method"]) == (rows[0]["setting"], shown["name"])]
+    assert [float(row["accuracy"]) for row in mine] == shown["y"]
+    assert [float(row["rounds"]) for row in mine] == shown["x"] == [1, 2, 3, 4]
+    whole = json.loads(saved["json"])
+    assert [(row["accuracy"], row["accuracy_std"]) for row in whole] == [
+        (float(row["accuracy"]), float(row["accuracy_std"]) if row["accuracy_std"] else None) for row in rows
+    ]
+    assert untouched.complaints == []

@@ -20,7 +20,7 @@ from fedagg.cli import main
 from fedagg.cli.reproduce import chosen
 from fedagg.config import Config
 from fedagg.errors import FedaggError, SettingError
-from fedagg.reproduce import figures, formats, grid, paper, results, running, table
+from fedagg.reproduce import figures, formats, grid, paper, results, running, table, tuned
 from fedagg.reproduce.grid import Cell, Spec
 from fedagg.reproduce.results import Store
 from fedagg.reproduce.running import Stop
@@ -284,7 +284,11 @@ def test_every_result_is_asked_for_by_some_grid() -> None:
     for path in sorted((ROOT / "src/fedagg/experiments").rglob("*.toml")):
         spec = grid.load(str(path))
         if spec.kind != "partition":
-            for cell in grid.cells(grid.narrow(spec, methods=methods, participation=[0.2, 1.0], seeds=1)):
+            if spec.tuning is not None:
+                cells = tuned.finals(grid.narrow(spec, seeds=1), tuned.tried(ROOT / "results"))
+            else:
+                cells = grid.cells(grid.narrow(spec, methods=methods, participation=[0.2, 1.0], seeds=1))
+            for cell in cells:
                 wanted = results.settings(cell.config)
                 asked.setdefault(kind(wanted), []).append(wanted)
 
@@ -665,3 +669,17 @@ def test_tables_between_marks_are_replaced(filled: tuple[Spec, Store], tmp_path:
     assert made.startswith(f"before\n<!-- results: {mini}")
     assert made.endswith("<!-- /results -->\nafter\n")
     assert tool().updated(made, store.folder) == made
+
+
+def test_a_table_shows_every_variant(tmp_path: Path, mini: Path) -> None:
+    variants = ({"name": "slow", "lr": 0.01}, {"name": "fast", "lr": 0.1})
+    spec, store = small(mini, variants=variants), Store(tmp_path / "results")
+    put(store, spec, 0, "fedavg", 0.5)
+    put(store, replace(spec, variants=variants[1:]), 0, "fedavg", 0.9)
+    built = table.build(spec, store)
+    assert [(line.split, line.entries["fedavg"].ours) for line in built.lines[:2]] == [
+        ("IID, slow", (50.0,)),
+        ("IID, fast", (90.0,)),
+    ]
+    assert [line.entries["fedavg"].theirs for line in built.lines[:2]] == [88.23, None]
+    assert "| MNIST + linear | IID, fast | 20 % | **90.00** |" in formats.markdown(built)

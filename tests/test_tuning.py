@@ -264,3 +264,90 @@ def test_pictures_of_one_axis_and_of_two(tmp_path: Path) -> None:
     grid = {"lr": [0.1, 0.01], "momentum": [0.0, 0.9], "clip": [0.0, 1.0]}
     two, _ = carried_out(Plan.make("fedavg", grid, SMALL, random=5), lambda c: c.lr + c.momentum / 10)
     assert two.plot(tmp_path / "two.png").stat().st_size > 1000
+
+
+def test_a_sweep_is_in_the_order_of_its_axes_and_scored_on_the_test_set() -> None:
+    swept = fedagg.sweep("fedavg", {"partition": ["shards", "iid"], "lr": [0.1, 0.02, 0.1]}, shards=1, **SMALL)
+    assert [tuple(t.settings.values()) for t in swept.trials] == [("shards", 0.02), ("shards", 0.1), ("iid", 0.02), ("iid", 0.1)]
+    alone = [
+        fedagg.run(algorithm="fedavg", partition=split, lr=lr, **({"shards": 1} if split == "shards" else {}), **SMALL)
+        for split, lr in (("shards", 0.02), ("iid", 0.1))
+    ]
+    assert [swept.trials[0].mean, swept.trials[3].mean] == pytest.approx([result.accuracy for result in alone], abs=1e-4)
+    assert swept.trials[0].config.validation == 0.0
+    lines = swept.table().splitlines()
+    assert lines[0] == "| partition | lr | accuracy | deviation | rounds |"
+    assert [line.split(" | ")[:2] for line in lines[2:]] == [
+        ["| shards", "0.02"],
+        ["| shards", "0.1"],
+        ["| iid", "0.02"],
+        ["| iid", "0.1"],
+    ]
+
+
+def test_numbers_are_sorted_as_numbers() -> None:
+    plan = Plan.make("fedavg", {"rounds": [10, 9, 100], "clients": [5, 40]}, {}, seeds=[0], choosing=False)
+    swept = plan.go_over(lambda cells: True, lambda c: (c.rounds / 1000, ACCURACY))
+    assert [t.settings["rounds"] for t in swept.trials] == [9, 9, 10, 10, 100, 100]
+    assert swept.names == ["rounds", "clients", "accuracy", "deviation"]
+    assert swept.table("csv").splitlines()[:2] == ["rounds,clients,accuracy,deviation", "9,5,0.009,"]
+
+
+@pytest.mark.parametrize(
+    ("grid", "words"),
+    [
+        ({"algorithm": ["fedavg", "fedcm"]}, "grid = 'algorithm': is no setting by which"),
+        ({"seed": [1, 2]}, "grid = 'seed'"),
+        ({"threads": [1, 2]}, "grid = 'threads': says where or how fast"),
+        ({"mu": [1, 2]}, "mu = 1: fedavg has no such option"),
+        ({"sigma": [0.1, 1.0]}, "sigma = 0.1: the iid partition has no such setting"),
+    ],
+)
+def test_what_cannot_be_swept_is_refused(grid: Any, words: str) -> None:
+    with pytest.raises(SettingError) as error:
+        fedagg.sweep("fedavg", grid, **SMALL)
+    assert str(error.value).startswith(words)
+
+
+def test_the_sweep_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["sweep", "fedavg", *FLAGS, "--json", "--out", str(tmp_path / "s"), "--grid", "batch-size=8,100"]
+    assert call(*command, "--grid", "partition=iid") == 0
+    first = capsys.readouterr()
+    assert first.err.count(": done") == 2
+    assert call(*command, "--grid", "partition=iid,shards") == 0
+    again = capsys.readouterr()
+    assert again.err.count(": done") == 2
+    points = json.loads(again.out)["points"]
+    assert [(p["batch_size"], p["partition"]) for p in points] == [(8, "iid"), (8, "shards"), (100, "iid"), (100, "shards")]
+    assert json.loads(first.out)["points"][0] == points[0]
+    assert (tmp_path / "s" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+    assert call("sweep", "fedavg", *FLAGS, "--grid", "shards=2,100000", "--partition", "shards", "--out", str(tmp_path / "t")) == 2
+    assert "100000" in capsys.readouterr().err
+    assert not (tmp_path / "t").exists()  # refused before anything was run
+
+
+def test_optuna_looks_between_the_ends(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    grid = {"lr": [0.001, 1.0], "batch_size": [8, 64], "client_optimizer": ["sgd", "adam"]}
+
+    def good(c: Config) -> float:
+        return 1 - abs(c.lr - 0.2) - 0.01 * abs(c.batch_size - 32) - 0.2 * (c.client_optimizer == "adam")
+
+    first, second = (carried_out(Plan.make("fedavg", grid, SMALL, seeds=[5], trials=30), good) for _ in range(2))
+    settings = [trial.settings for trial in first[0].trials]
+    assert settings == [trial.settings for trial in second[0].trials]  # so that a search that was stopped goes on
+    assert [c.lr for c in first[1]] == [c.lr for c in second[1]]
+    assert len({c.lr for c in first[1]}) > 10
+    assert all(0.001 <= c.lr <= 1 and 8 <= c.batch_size <= 64 for c in first[1])
+    assert first[0].best.mean > 0.9  # of 30 points drawn at random, the best has 0.87 in the mean
+    assert all(float(f"{c.lr:.3g}") == c.lr for c in first[1])
+    assert first[0].plot(tmp_path / "a.png").stat().st_size > 1000
+
+
+def test_what_trials_cannot_be_together_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    for more, words in (({"random": 3}, "trials = 5: and random"), ({"halving": True}, "trials = 5: and halving")):
+        with pytest.raises(SettingError, match=words):
+            Plan.make("fedavg", {"lr": [0.1, 1.0]}, SMALL, trials=5, **more)  # type: ignore[arg-type]
+    monkeypatch.setattr("fedagg.errors.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'fedagg\[optuna\]'"):
+        Plan.make("fedavg", {"lr": [0.1, 1.0]}, SMALL, trials=5)

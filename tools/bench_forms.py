@@ -1,4 +1,4 @@
-"""Time a round of the README's four networks in every form that the batched engine has, beside a strong plain loop.
+"""Time a round of the README's networks and the text models in every form that the batched engine has, beside a strong plain loop.
 
 vmap: `torch.func.vmap` over clients. stacked: layers written out, with torch's kernels alone. fused: the same with Triton's.
 The plain loop trains client after client with the data on the device, cuDNN's search for the fastest convolution, the faster
@@ -27,13 +27,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedagg.bench import ours
-from fedagg.bench.task import Task
+from fedagg.bench.task import TEXT, Task
 from fedagg.engines import batched, choose
 from fedagg.engines.base import set_precision
 from fedagg.errors import first_line
 
 # The README's jobs: model, samples of a client, precision.
-JOBS = (("linear", 600, "tf32"), ("mnist-cnn", 600, "tf32"), ("cifar10-cnn", 500, "tf32"), ("resnet18", 500, "bf16"))
+JOBS = (
+    ("linear", 600, "tf32"), ("mnist-cnn", 600, "tf32"), ("cifar10-cnn", 500, "tf32"), ("resnet18", 500, "bf16"),
+    ("char-lstm", 96, "tf32"), ("char-transformer", 96, "tf32"),
+)  # fmt: skip
 FORMS = ("plain loop", "vmap", "stacked", "fused")
 ENOUGH = 3.0  # seconds of timed rounds, after which no further one is begun
 
@@ -68,7 +71,7 @@ def plain(task: Task, tick: Callable[[], None]) -> None:
     clients = {i: tuple(part.to(device) for part in task.client(i)) for t in range(task.rounds + 1) for i in task.participants(t)}
     model = task.module().to(device).train()
     start = [p.detach().clone() for p in (*model.parameters(), *model.buffers())]
-    orders = [torch.contiguous_format, torch.channels_last] if task.model != "linear" else [torch.contiguous_format]
+    orders = [torch.contiguous_format, torch.channels_last] if task.model not in ("linear", *TEXT) else [torch.contiguous_format]
     taken = {}
     for order in orders:
         for precision in dict.fromkeys(["tf32", task.precision]):

@@ -190,6 +190,28 @@ class Branches(nn.Module):
         return self.head(torch.flatten(self.mean(torch.cat([end(x) for end in self.ends], 1)), 1))  # type: ignore[no-any-return]
 
 
+def grouped() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(4, 8), nn.ReLU(), nn.Conv2d(8, 12, 3, stride=2, padding=1), nn.GroupNorm(3, 12),
+        nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 5),
+    )  # fmt: skip
+
+
+def lstm() -> nn.Module:
+    from fedagg.models.text import LSTM, Last
+
+    return nn.Sequential(nn.Embedding(9, 8), LSTM(8, 16, 2), Last(), nn.Linear(16, 5))
+
+
+def transformer() -> nn.Module:
+    from fedagg.models.text import Block, Last
+
+    return nn.Sequential(nn.Embedding(9, 16), Block(16, 2), Block(16, 2), nn.LayerNorm(16), Last(), nn.Linear(16, 5))
+
+
+TEXT = (lstm, transformer)
+
+
 def networks(bench: Bench) -> Iterator[Row]:
     """Gradient, loss and running statistics of two clients, one of which has padding in its batch."""
     from fedagg.engines.base import Setting
@@ -199,12 +221,14 @@ def networks(bench: Bench) -> Iterator[Row]:
 
     n, batch = 2, 16 if bench.cuda else 4
     live = (batch, batch - batch // 4 - 1)
-    for make in (plain, Branches):
+    for make in (plain, Branches, grouped, *TEXT):
         for precision in bench.precisions:
             _, limit = bench.set(precision)
             torch.manual_seed(int(torch.randint(1 << 30, (), generator=bench.generator)))
             module = make()
             x, y = bench.random(n * batch, 3, 8, 8), torch.arange(n * batch, device=bench.device) % 5
+            if make in TEXT:
+                x = torch.randint(9, (n * batch, 7), generator=bench.generator).to(bench.device)
             scale = torch.zeros(n, batch, device=bench.device)
             for row, count in zip(scale, live, strict=True):
                 row[:count] = 1 / count
@@ -230,7 +254,9 @@ def networks(bench: Bench) -> Iterator[Row]:
                 made.append([network.g.clone(), loss.clone(), network.buffers.clone()])
             wanted = [torch.stack(part) for part in zip(*wanted, strict=True)]
             errors = [apart(ours, exact) for ours, exact in zip(made[0], wanted, strict=True)]
-            if precision != "fp32":  # what rounding does to a whole network is its own affair: as torch's rounding does, or little
+            if (
+                precision != "fp32" and rounded
+            ):  # what rounding does to a whole network is its own affair: as torch's rounding does, or little
                 theirs = [torch.stack(part) for part in zip(*rounded, strict=True)]
                 limit = max([0.02, *(1.5 * apart(part, exact) for part, exact in zip(theirs, wanted, strict=True))])
             what, again = make.__name__.lower(), all(torch.equal(a, b) for a, b in zip(*made, strict=True))
@@ -244,12 +270,12 @@ def autograd(
     """Gradient, loss and statistics of one client as torch makes them."""
     own = layout.unpack(model, copy.deepcopy(module).to(x.device, dtype).train())
     with torch.autocast(x.device.type, torch.bfloat16, enabled=short):
-        loss = functional.cross_entropy(own(x.to(dtype)), y)
+        loss = functional.cross_entropy(own(x.to(dtype) if x.is_floating_point() else x), y)
     loss.backward()
     return [
         torch.cat([p.grad.flatten() for p in own.parameters()]),
         loss.detach(),
-        torch.cat([b.double().flatten() for b in own.buffers()]),
+        torch.cat([b.double().flatten() for b in own.buffers()] or [loss.new_zeros(0)]),
     ]
 
 
@@ -305,6 +331,26 @@ def runs(bench: Bench) -> Iterator[Row]:
         yield Row("run, fedavg: against fp32", precision, apart(found - start, run("sequential", "fp32", "fedavg") - start), limit)
 
 
+def texts(bench: Bench) -> Iterator[Row]:
+    """The text models on a GPU: captured graphs against one client after another."""
+    if not bench.cuda:
+        return
+    import fedagg
+
+    x = torch.randint(30, (240, 20), generator=bench.generator)
+    data = fedagg.Dataset(x[:200], x[:200, 0], x[200:], x[200:, 0], classes=30)
+    for model in ("char-lstm", "char-transformer"):
+        weights = []
+        for engine, rate in (("batched", 0.05), ("sequential", 0.05), ("sequential", 1e-12)):
+            result = fedagg.run(
+                data=data, model=model, algorithm="fedavg", engine=engine, precision="fp32", device=str(bench.device), clients=5,
+                participation=1.0, rounds=2, epochs=2, batch_size=16, lr=rate,
+            )  # fmt: skip
+            weights.append(torch.cat([p.detach().double().flatten().cpu() for p in result.model.parameters()]))
+        ours, alone, start = weights
+        yield Row(f"run, {model}: against one client after another", "fp32", apart(ours - start, alone - start), 1e-2)
+
+
 # --- all of it
 
 
@@ -323,7 +369,7 @@ class Launches:
         return getattr(self.kernels, name)
 
 
-PARTS = (convolutions, pools, steps, networks, runs)
+PARTS = (convolutions, pools, steps, networks, runs, texts)
 
 
 def check(bench: Bench) -> Iterator[Row]:

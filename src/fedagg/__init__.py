@@ -7,8 +7,10 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fedagg.adapters import lora, merge_lora
     from fedagg.algorithms import Algorithm, option, register
     from fedagg.clients import Clients, Outcome
+    from fedagg.comparison import Comparison, compare
     from fedagg.config import Config
     from fedagg.data import Dataset
     from fedagg.federation import run
@@ -16,21 +18,23 @@ if TYPE_CHECKING:
     from fedagg.loading import load
     from fedagg.result import Result
     from fedagg.stopping import Patience, StopAt
-    from fedagg.tuning import Tuned, tune
+    from fedagg.tuning import Swept, Tuned, sweep, tune
     from fedagg.work import Chunk, Client, Learner, Work
 
 __version__ = "0.1.0"
 __all__ = [
-    "Algorithm", "Chunk", "Client", "Clients", "Config", "Dataset", "Layout", "Learner", "Model", "Outcome", "Patience", "Result",
-    "StopAt", "Tuned", "Work", "load", "option", "register", "run", "tune",
+    "Algorithm", "Chunk", "Client", "Clients", "Comparison", "Config", "Dataset", "Layout", "Learner", "Model", "Outcome",
+    "Patience", "Result", "StopAt", "Swept", "Tuned", "Work", "compare", "load", "lora", "merge_lora", "option", "register", "run",
+    "sweep", "tune",
 ]  # fmt: skip
 
 HOMES = {
+    "lora": "adapters", "merge_lora": "adapters",
     "Algorithm": "algorithms", "option": "algorithms", "register": "algorithms", "Clients": "clients", "Outcome": "clients",
-    "Config": "config",
+    "Comparison": "comparison", "compare": "comparison", "Config": "config",
     "Dataset": "data", "Result": "result", "load": "loading", "run": "federation",
     "Patience": "stopping", "StopAt": "stopping", "Layout": "flat", "Model": "flat", "Chunk": "work",
-    "Client": "work", "Learner": "work", "Work": "work", "Tuned": "tuning", "tune": "tuning",
+    "Client": "work", "Learner": "work", "Work": "work", "Swept": "tuning", "Tuned": "tuning", "sweep": "tuning", "tune": "tuning",
 }  # fmt: skip
 
 

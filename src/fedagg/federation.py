@@ -489,7 +489,8 @@ def build_model(config: Config, data: Dataset | Inputs) -> nn.Module:
     if config.model == "custom":
         raise SettingError("model", "custom", "give your own module from Python as model=...")
     seed = seeding.derive(config.seed, "model")
-    return models.build(config.model, data.shape, data.classes, norm=config.norm, dropout=config.dropout, seed=seed)
+    every = data.task == "tokens"
+    return models.build(config.model, data.shape, data.classes, norm=config.norm, dropout=config.dropout, seed=seed, tokens=every)
 
 
 def spills(config: Config, clients: int, d: int) -> bool:
@@ -552,7 +553,9 @@ def fingerprint(config: Config, data: Dataset, parts: Sequence[Any], module: nn.
 
     layout = Layout(module)
     form: list[Any] = [layout.parameters, [(name, shape) for name, shape, _ in layout.buffers]]
-    form += [p.detach().cpu().numpy() for p in module.parameters() if not p.requires_grad]  # a checkpoint does not hold these
+    travels = {name for name, *_ in (*layout.parameters, *layout.buffers)}
+    rest = [each for name, each in (*module.named_parameters(), *module.named_buffers()) if name not in travels]
+    form += [each.detach().cpu().reshape(-1).view(torch.uint8).numpy() for each in rest]  # a checkpoint does not hold these
     known = {"model": digest(form if config.model != "custom" else [*form, repr(module)]), "loss": checks.name_of(loss)}
     known |= {} if task is tasks.CLASSIFICATION else {"metric": task.metric.key}
     # Of a named set, and of what stays on the disk, all labels and some samples: no need to look at everything at every start.

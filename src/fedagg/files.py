@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -109,18 +110,45 @@ class Claim:
         import fcntl
 
         self.handle = os.open(path, os.O_RDONLY)
-        try:
-            fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.release()
-            raise SettingError(setting, str(path), "is in use by another process; wait for it, or stop it") from None
-        except OSError:
-            self.release()  # a file system without locks: two runs in one folder go unnoticed there
+        for again in (True, False):
+            try:
+                fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if again:
+                    time.sleep(0.05)  # somebody may only have looked, with `claimed`
+                    continue
+                self.release()
+                raise SettingError(setting, str(path), "is in use by another process; wait for it, or stop it") from None
+            except OSError:
+                self.release()  # a file system without locks: two runs in one folder go unnoticed there
+                return
 
     def release(self) -> None:
         if self.handle is not None:
             os.close(self.handle)
             self.handle = None
+
+
+def claimed(path: Path) -> bool | None:
+    """Is a process at work in this folder? None where the system cannot tell."""
+    if sys.platform == "win32":
+        return None
+    import fcntl
+
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(handle)
 
 
 def reason(error: OSError) -> str:

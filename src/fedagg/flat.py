@@ -33,11 +33,16 @@ class Layout:
 
     Integer buffers (batch counters) travel as floats beside the statistics they count, are averaged like them, and are
     rounded when they are written back. What did not change on the way is left as it is: floats do not hold every number.
+
+    Parameters without a gradient, and the buffers of modules that say `frozen_buffers`, stay where they are.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.parameters = [(name, p.shape) for name, p in module.named_parameters() if p.requires_grad]
-        self.buffers = [(name, b.shape, b.dtype) for name, b in module.named_buffers()]
+        frozen = tuple(
+            f"{path}." if path else "" for path, part in module.named_modules() if getattr(part, "frozen_buffers", False)
+        )
+        self.buffers = [(name, b.shape, b.dtype) for name, b in module.named_buffers() if not name.startswith(frozen)]
         self.d = sum(shape.numel() for _, shape in self.parameters)
         self.b = sum(shape.numel() for _, shape, _ in self.buffers)
 
@@ -128,5 +133,6 @@ class Workspace:
         self.layout.restore(model.buffers, dict(self.module.named_buffers()))
 
     def statistics(self) -> Tensor:
-        pieces = [b.reshape(-1).float() for _, b in self.module.named_buffers()]
+        buffers = dict(self.module.named_buffers())
+        pieces = [buffers[name].reshape(-1).float() for name, _, _ in self.layout.buffers]
         return torch.cat(pieces) if pieces else self.w.new_zeros(0)

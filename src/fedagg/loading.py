@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,8 @@ def load(run: str | Path, *, model: nn.Module | None = None, loss: Loss | None =
         checks.given(None, model, None)  # is it a module at all?
     kept = runs.load(folder)
     inputs = inputs_of(kept)
-    module = trained(checks.own(model) if model is not None else rebuilt(kept.config, inputs, folder), folder / "model.safetensors")
+    network = checks.own(model) if model is not None else rebuilt(kept.config, inputs, folder)
+    module = runs.trained(network, folder / "model.safetensors")
     history = [{name: math.nan if value is None else value for name, value in row.items()} for row in kept.history]
     facts = kept.result
     task = tasks.find(inputs.task if inputs is not None else kept.config.task or "classification")
@@ -95,17 +95,3 @@ def rebuilt(config: Config, inputs: Inputs | None, folder: Path) -> nn.Module:
     if not models.ARCHITECTURES.has(config.model):
         plugins.load(config.plugin)
     return build_model(config, inputs or chosen_data(config))
-
-
-def trained(module: nn.Module, path: Path) -> nn.Module:
-    """The module with the weights that a run ended with."""
-    again = f"have it written with: fedagg run --resume {shlex.quote(str(path.parent))}"
-    if not path.exists():
-        raise SettingError("run", str(path.parent), f"has no model.safetensors: the run is not finished; {again}")
-    try:
-        module.load_state_dict(load_file(path))
-    except (SafetensorError, OSError):
-        raise FedaggError(f"{path}: is damaged; {again}") from None
-    except RuntimeError:  # names or shapes that are not the module's
-        raise FedaggError(f"{path}: holds the weights of another model; {again}") from None
-    return module

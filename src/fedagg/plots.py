@@ -76,6 +76,10 @@ def draw_line(axes: Axes, x: Sequence[float], y: Sequence[float], name: str, wid
 
 
 def score_curves(histories: Mapping[str, Sequence[History]], path: Path, title: str, what: str, metric: Measure = ACCURACY) -> Path:
+    return save(score_figure(histories, title, what, metric), path)
+
+
+def score_figure(histories: Mapping[str, Sequence[History]], title: str, what: str, metric: Measure = ACCURACY) -> Figure:
     """A metric against rounds, one line a method, best at the end on top of the legend. Of several seeds, the mean and a band of
     one standard deviation, over the rounds that all of them have."""
     figure, ((axes,),) = canvas(1, 1, (7.5, 4.6))
@@ -100,7 +104,7 @@ def score_curves(histories: Mapping[str, Sequence[History]], path: Path, title: 
     axes.set_title(title, loc="left", fontsize=10)
     tidy(axes)
     axes.legend(handles=[line for _, line in sorted(ends, key=lambda end: -metric.better(end[0]))], frameon=False)
-    return save(figure, path)
+    return figure
 
 
 def panels(grid: Sequence[Sequence[Panel]], paths: Sequence[Path], title: str) -> list[Path]:
@@ -190,12 +194,24 @@ def over_grid(
     title: str,
     what: str,
     metric: Measure = ACCURACY,
+    scattered: bool = False,
 ) -> Path:
     """A metric over a grid of one axis, as a line with deviations, or of two, as a heat map; the best point has a star. `at` has
-    mean and deviation of the points that were tried."""
+    mean and deviation of the points that were tried. Where these are `scattered` over two axes, they are dots."""
     figure, ((each,),) = canvas(1, 1, (7.5, 4.6))
     (name, values), *second = ((name, in_order(values)) for name, values in axes.items())
-    if second:
+    if second and scattered:
+        other = second[0][0]
+        across, up = ([point[k] if is_numeric([point[k]]) else str(point[k]) for point in at] for k in (0, 1))
+        dots = each.scatter(across, up, c=[metric.scale * mean for mean, _ in at.values()], cmap="viridis", s=60)
+        k = list(at).index(best)
+        each.scatter([across[k]], [up[k]], marker="*", s=300, facecolors="none", edgecolors=COLOURS[1])
+        for values_on, scale in ((values, each.set_xscale), (second[0][1], each.set_yscale)):
+            if is_numeric(values_on) and min(values_on) > 0 and max(values_on) >= 10 * min(values_on):
+                scale("log")
+        each.set(xlabel=name, ylabel=other)
+        figure.colorbar(dots, label=f"{what}{metric.unit}")
+    elif second:
         ((other, others),) = second
         table = np.array([[metric.scale * at.get((x, y), (np.nan,))[0] for x in values] for y in others])
         image = each.imshow(table, aspect="auto", origin="lower", cmap="viridis")
@@ -217,8 +233,9 @@ def over_grid(
         each.plot([x[tried.index(best[0])]], [metric.scale * at[best][0]], marker="*", markersize=16, color=COLOURS[1])
         if numeric and min(tried) > 0 and max(tried) >= 10 * min(tried):
             each.set_xscale("log")
-            each.set_xticks(tried, list(map(str, tried)), minor=False)
-            each.minorticks_off()
+            if not scattered:
+                each.set_xticks(tried, list(map(str, tried)), minor=False)
+                each.minorticks_off()
         each.set(xlabel=name, ylabel=f"{what}{metric.unit}")
         tidy(each)
     each.set_title(title, loc="left", fontsize=10)

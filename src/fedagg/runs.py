@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedagg import config, files
 from fedagg.config import NO_BEARING, Config
 from fedagg.errors import FedaggError, SettingError
 from fedagg.formats import check_run
 from fedagg.measure import Measure, told
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # What `task` says or every name has.
 TOLD = {
@@ -48,12 +52,38 @@ class Run:
         return [float(number) for number, _ in found], [float(value) for value in values]
 
 
-def load(folder: Path) -> Run:
+class Lines:
+    """The whole lines of files that may still be growing. What was read before is not read again, unless it is no longer
+    there: a run that goes on from a checkpoint cuts its files back."""
+
+    def __init__(self) -> None:
+        self.known: dict[Path, tuple[int, bytes, list[dict[str, Any]]]] = {}  # bytes read, the last line, all rows
+
+    def __call__(self, path: Path, sound: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+        """The rows of a file; `sound` says of each whether its values are of the right kind."""
+        size, last, before = self.known.get(path, (0, b"", []))
+        text = content(path, size - len(last)) or b""
+        if text.startswith(last):
+            text, rows = text[len(last) :], [*before]
+        else:
+            size, last, text, rows = 0, b"", content(path) or b"", []
+        for line in text.splitlines(keepends=True):
+            if line.endswith(b"\n"):
+                row = parsed(line)
+                if row is None or not sound(row):
+                    raise FedaggError(f"{path}: line {len(rows) + 1} is damaged; the run has to be made again")
+                rows.append(row)
+                size, last = size + len(line), line
+        self.known[path] = size, last, rows
+        return rows
+
+
+def load(folder: Path, lines: Lines | None = None) -> Run:
     if not (folder / "config.toml").exists():
         raise SettingError("run", str(folder), "is not a run folder: it has no config.toml")
     check_run(folder)
     chosen = config.make(config.read(folder / "config.toml"), recorded=True)
-    name = f"{chosen.method} seed {chosen.seed}"
+    name, lines = f"{chosen.method} seed {chosen.seed}", lines or Lines()
     environment = whole(folder / "environment.json")
     key = told(environment.get("metric")).key
     return Run(
@@ -67,7 +97,7 @@ def load(folder: Path) -> Run:
     )
 
 
-def load_all(folders: Iterable[Path]) -> list[Run]:
+def load_all(folders: Iterable[Path], load: Callable[[Path], Run] = load) -> list[Run]:
     """Every folder once, under names that tell the runs apart."""
     found = [load(folder) for folder in {folder.resolve(): folder for folder in folders}.values()]
     return [replace(run, name=name) for run, name in zip(found, names(found), strict=True)]
@@ -147,19 +177,25 @@ def no_round(what: Iterable[object]) -> SettingError:
 
 def find(folder: Path) -> list[Path]:
     """The run folders at or below a folder, e.g. those of `fedagg compare`."""
-    return sorted(path.parent for path in folder.rglob("config.toml") if ".partial" not in path.parts)
+    found = (path for path in folder.rglob("config.toml") if ".partial" not in path.relative_to(folder).parts)
+    return sorted(path.parent for path in found)
 
 
-def lines(path: Path, sound: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """The whole lines of a file that may still be growing; `sound` says of each whether its values are of the right kind."""
-    rows = []
-    for number, line in enumerate((content(path) or b"").splitlines(keepends=True), start=1):
-        if line.endswith(b"\n"):
-            row = parsed(line)
-            if row is None or not sound(row):
-                raise FedaggError(f"{path}: line {number} is damaged; the run has to be made again")
-            rows.append(row)
-    return rows
+def trained(module: nn.Module, path: Path) -> nn.Module:
+    """The module with the weights that a run ended with."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    again = f"have it written with: fedagg run --resume {shlex.quote(str(path.parent))}"
+    if not path.exists():
+        raise SettingError("run", str(path.parent), f"has no model.safetensors: the run is not finished; {again}")
+    try:
+        module.load_state_dict(load_file(path))
+    except (SafetensorError, OSError):
+        raise FedaggError(f"{path}: is damaged; {again}") from None
+    except RuntimeError:  # names or shapes that are not the module's
+        raise FedaggError(f"{path}: holds the weights of another model; {again}") from None
+    return module
 
 
 def whole(path: Path, numbers: Iterable[str] = ()) -> dict[str, Any]:
@@ -171,10 +207,12 @@ def whole(path: Path, numbers: Iterable[str] = ()) -> dict[str, Any]:
     return found
 
 
-def content(path: Path) -> bytes | None:
-    """What is in a file, if there is one."""
+def content(path: Path, start: int = 0) -> bytes | None:
+    """What is in a file, if there is one, from some byte on."""
     try:
-        return path.read_bytes()
+        with open(path, "rb") as handle:
+            handle.seek(start)
+            return handle.read()
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -197,10 +235,12 @@ def a_round(row: dict[str, Any]) -> bool:
 
 
 def participants(row: dict[str, Any]) -> bool:
-    """Is this a line of clients.jsonl? Whoever took part has rates, and a distance moved."""
+    """Is this a line of clients.jsonl? Whoever took part has rates and a distance moved, whoever was left out has a cause."""
     clients, rates, moved = (row.get(name, []) for name in ("clients", "rates", "moved"))
     listed = is_row(clients) and is_row(moved) and isinstance(rates, list) and all(map(is_row, rates))
-    return is_number(row.get("round")) and listed and len(clients) == len(rates) == len(moved)
+    causes = row.get("left_out", {})
+    told = isinstance(causes, dict) and all(isinstance(cause, str) for cause in causes.values())
+    return is_number(row.get("round")) and listed and told and len(clients) == len(rates) == len(moved)
 
 
 def is_row(value: object) -> bool:

@@ -1,4 +1,5 @@
-"""Choosing a method's settings: a grid of them is tried on training data that is held back, never on the test set, and ranked."""
+"""Grids of settings. `tune` tries one on training data that is held back, never on the test set, and ranks it; `sweep` shows how
+the result changes over one."""
 
 from __future__ import annotations
 
@@ -10,24 +11,29 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
 import fedagg
-from fedagg import checks, paired, plots, runs, seeding
-from fedagg.config import NO_BEARING, Config, options_of, resolve
-from fedagg.errors import FedaggError, FedaggWarning, SettingError
+from fedagg import checks, paired, plots, runs, seeding, sheets
+from fedagg.config import NO_BEARING, OF_PARTITIONS, Config, options_of, resolve
+from fedagg.data import Dataset
+from fedagg.errors import FedaggError, FedaggWarning, SettingError, need
 from fedagg.measure import ACCURACY, Measure
 from fedagg.reproduce import running
 from fedagg.reproduce.grid import Cell
 from fedagg.reproduce.results import Store
 from fedagg.reproduce.running import CellResult, Stop
+from fedagg.sheets import Sheet
 from fedagg.tasks import Metric
 from fedagg.work import Loss
 
-Scored = tuple[float, Measure]  # what a run came to, and what that is
+if TYPE_CHECKING:
+    import pandas
+
 VALIDATION = 0.1  # of the training data is held back where nobody says otherwise
 SEEDS = (5, 6)  # not those that results are reported with
 HALVING = 4  # a first go of so many times fewer rounds, after which so many times fewer settings are left
@@ -37,6 +43,12 @@ TASK = {
     *("algorithm", "dataset", "task", "metric", "partition", "sigma", "shards", "deviation", "column", "clients", "participation"),
     *("validation", "client_test", "per_client", "personal", "seed"),
 }
+
+Run = Callable[[list[Cell]], bool]  # makes the runs that there are no results of, and says whether it came to its end
+Scored = tuple[float, Measure]  # what a run came to, and what that is
+Found = Callable[[Config], Scored | None]
+R = TypeVar("R")
+Judge = Metric | str | Callable[[Tensor, Tensor], Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -53,6 +65,11 @@ class Trial:
         return statistics.fmean(self.scores) if self.scores else math.nan
 
     @property
+    def rank(self) -> float:
+        """Larger for better points."""
+        return self.metric.better(self.mean)
+
+    @property
     def deviation(self) -> float:
         """Between the seeds; of one seed there is no telling."""
         return paired.deviation(self.scores)
@@ -65,13 +82,16 @@ class Trial:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be tried: made, and every setting checked, before anything runs."""
+    """What is to be tried: made, and every setting checked, before anything runs. With `draws`, points are looked for between the
+    ends of the axes, and `trials` has the corners."""
 
     axes: dict[str, tuple[Any, ...]]
     trials: tuple[Trial, ...]
     seeds: tuple[int, ...]
-    halving: bool
     said: tuple[str, ...]  # the command that runs one of these, up to the settings of the grid
+    made: Callable[[dict[str, Any]], Trial]
+    halving: bool = False
+    draws: int | None = None
 
     @classmethod
     def make(
@@ -85,34 +105,53 @@ class Plan:
         seeds: Iterable[int] = SEEDS,
         random: int | None = None,
         halving: bool = False,
+        trials: int | None = None,
+        choosing: bool = True,
     ) -> Plan:
+        """The plan of `tune`, or of `sweep`, which chooses nothing."""
         given = {name: value for name, value in settings.items() if value is not None}
-        axes, chosen = axes_of(grid, given), {"validation": VALIDATION, **given, "algorithm": method}
+        axes = axes_of(grid, given, TASK if choosing else {"algorithm", "seed"})
+        chosen = {**({"validation": VALIDATION} if choosing else {}), **given, "algorithm": method}
         seeds = tuple(dict.fromkeys(seeds))
         if not seeds:
             raise SettingError("seeds", "", "name at least one, e.g. 5,6")
-        if chosen["validation"] == 0:
+        if choosing and chosen["validation"] == 0:
             words = "settings are chosen on training data that is held back, never on the test set; give a share above 0"
             raise SettingError("validation", 0, words)
-        points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-        trials = [Trial(point, resolve({**chosen, **point, "seed": seeds[0]}, file, preset)) for point in points]
+
+        def made(point: dict[str, Any]) -> Trial:
+            split = point.get("partition")  # where it is on the grid, a partition takes what it knows of the rest
+            unused = [name for name, users in OF_PARTITIONS.items() if split is not None and split not in users]
+            mine = {name: value for name, value in chosen.items() if name not in unused}
+            return Trial(point, resolve({**mine, **point, "seed": seeds[0]}, file, preset))
+
+        wanted = [
+            (name, on) for name, on in (("random", random), ("halving", halving or None), ("trials", trials)) if on is not None
+        ]
+        if len(wanted) > 1 and trials is not None:
+            raise SettingError("trials", trials, f"and {wanted[0][0]} are two ways to save runs; give one of them")
+        ends = {name: ends_of(values) if trials is not None else values for name, values in axes.items()}
+        points = [made(dict(zip(ends, values, strict=True))) for values in itertools.product(*ends.values())]
         for seed in seeds:
-            trials[0].config.changed(seed=seed)  # which says what is wrong with it
+            points[0].config.changed(seed=seed)  # which says what is wrong with it
+        for name, count in (("random", random), ("trials", trials)):
+            if count is not None and count < 1:
+                raise SettingError(name, count, "draw at least one point of the grid")
+        if trials is not None:
+            need("tune --trials", "optuna", "optuna")
         if random is not None:
-            if random < 1:
-                raise SettingError("random", random, "draw at least one point of the grid")
-            drawn = seeding.numpy_generator(0, "tune").permutation(len(trials))[:random]  # the same ones every time
-            trials = [trials[k] for k in sorted(drawn.tolist())]
+            drawn = seeding.numpy_generator(0, "tune").permutation(len(points))[:random]  # the same ones every time
+            points = [points[k] for k in sorted(drawn.tolist())]
         if halving:
-            if len(trials) < HALVING or "rounds" in axes or min(trial.config.rounds for trial in trials) < HALVING:
+            if len(points) < HALVING or "rounds" in axes or min(trial.config.rounds for trial in points) < HALVING:
                 words = f"needs at least {HALVING} points, {HALVING} rounds, and rounds that are not on the grid; leave it out"
                 raise SettingError("halving", True, words)
-            for trial in trials:
+            for trial in points:
                 trial.short()
         own = [str(file)] if file else []
         own += ["--algorithm", method, *(["--preset", preset] if preset else [])]
         told = (*own, *flags({name: value for name, value in given.items() if name != "validation"}))
-        return cls(axes, tuple(trials), seeds, halving, told)
+        return cls(axes, tuple(points), seeds, told, made, halving, trials)
 
     def cells(self, trials: Iterable[Trial]) -> list[Cell]:
         """The runs. Seeds come outermost, so that a grid cut short is a whole grid of fewer seeds."""
@@ -122,43 +161,169 @@ class Plan:
             for trial in trials
         ]
 
-    def carry_out(self, run: Callable[[list[Cell]], bool], found: Callable[[Config], Scored | None]) -> Tuned:
-        """`run` makes the runs that there are no results of, and says whether it came to its end; `found` has what they came to."""
+    def scored(self, trials: Sequence[Trial], run: Run, found: Found) -> list[Trial]:
+        """The points with what they came to. One that came to nothing is left out, and named."""
+        if not run(self.cells(trials)):
+            raise KeyboardInterrupt
+        known = [(t, [found(t.config.changed(seed=seed)) for seed in self.seeds]) for t in trials]
+        for lost in (t for t, each in known if None in each):
+            words = f"{label(lost.settings)}: came to no result with every seed, and is left out"
+            warnings.warn(words, FedaggWarning, stacklevel=3)
+        return [judged(t, [one for one in each if one is not None]) for t, each in known if None not in each]
 
-        def ranked(trials: Iterable[Trial]) -> list[Trial]:
-            trials = list(trials)
-            if not run(self.cells(trials)):
-                raise KeyboardInterrupt
-            scored = [(t, [found(t.config.changed(seed=seed)) for seed in self.seeds]) for t in trials]
-            for lost in (t for t, each in scored if None in each):
-                words = f"{label(lost.settings)}: came to no result with every seed, and is left out"
-                warnings.warn(words, FedaggWarning, stacklevel=3)
-            whole = [judged(t, [one for one in each if one is not None]) for t, each in scored if None not in each]
-            if not whole:
-                raise FedaggError("tuning: no point of the grid came to a result with every seed; the runs' errors say why")
-            return sorted(whole, key=lambda t: -t.metric.better(t.mean))
-
-        first = ranked(t.short() for t in self.trials) if self.halving else []
+    def carry_out(self, run: Run, found: Found) -> Tuned:
+        """Try the points, and rank them."""
+        if self.draws is not None:
+            return Tuned(self, ranked(self.searched(run, found)), [])
+        first = ranked(self.scored([t.short() for t in self.trials], run, found)) if self.halving else []
         kept = [trial.settings for trial in first[: math.ceil(len(first) / HALVING)]]
-        return Tuned(self, ranked(t for t in self.trials if not self.halving or t.settings in kept), first)
+        left = [t for t in self.trials if not self.halving or t.settings in kept]
+        return Tuned(self, ranked(self.scored(left, run, found)), first)
+
+    def go_over(self, run: Run, found: Found) -> Swept:
+        """Try the points, and leave them in the order of the axes."""
+        whole = self.scored(self.trials, run, found)
+        if not whole:
+            raise nothing()
+        order = {name: list(plots.in_order(values)) for name, values in self.axes.items()}
+        return Swept(self, sorted(whole, key=lambda t: [order[name].index(value) for name, value in t.settings.items()]))
+
+    def searched(self, run: Run, found: Found) -> list[Trial]:
+        """Points that Optuna looks for, one after the other: the same ones every time, as long as they come to the same."""
+        import optuna
+
+        before = optuna.logging.get_verbosity()
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        try:
+            study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=0))
+            tried: dict[tuple[Any, ...], Trial] = {}
+            for _ in range(self.draws or 0):
+                asked = study.ask({name: space(values) for name, values in self.axes.items()})
+                point = {name: tidy(value) for name, value in asked.params.items()}
+                if tuple(point.values()) not in tried:
+                    for trial in self.scored([self.made(point)], run, found):
+                        tried[tuple(point.values())] = trial
+                known = tried.get(tuple(point.values()))
+                if known is None or not math.isfinite(known.rank):
+                    study.tell(asked, state=optuna.trial.TrialState.FAIL)
+                else:
+                    study.tell(asked, known.rank)
+        finally:
+            optuna.logging.set_verbosity(before)
+        return list(tried.values())
+
+
+def ranked(trials: Sequence[Trial]) -> list[Trial]:
+    if not trials:
+        raise nothing()
+    return sorted(trials, key=lambda t: -t.rank)
+
+
+def nothing() -> FedaggError:
+    return FedaggError("grid: no point came to a result with every seed; the runs' errors say why")
+
+
+def ends_of(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (min(values), max(values)) if plots.is_numeric(values) and len(values) > 1 else values
+
+
+def space(values: tuple[Any, ...]) -> Any:
+    """Where to look along an axis: between the smallest and the largest number, by factors where these are ten times apart; among
+    words, any."""
+    from optuna import distributions as kinds
+
+    if not plots.is_numeric(values) or len(values) == 1:
+        return kinds.CategoricalDistribution(values)
+    low, high = min(values), max(values)
+    wide = low > 0 and high >= 10 * low
+    if all(isinstance(value, int) for value in values):
+        return kinds.IntDistribution(low, high, log=wide)
+    return kinds.FloatDistribution(low, high, log=wide)
+
+
+def tidy(value: Any) -> Any:
+    """Three digits of a number are enough to tell points apart, and can be read."""
+    return float(f"{value:.3g}") if isinstance(value, float) else value
 
 
 @dataclass(frozen=True)
-class Tuned:
-    """A grid that has been tried: its points, best first. With halving, `first` has what all came to after fewer rounds."""
+class Swept:
+    """A grid that has been gone over: its points in the order of the axes. In a notebook it shows itself as a table."""
 
     plan: Plan
     trials: list[Trial]
+
+    @property
+    def shown(self) -> list[Trial]:
+        return self.trials
+
+    @property
+    def metric(self) -> Measure:
+        """What the points are judged by."""
+        return self.trials[0].metric
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.plan.axes, self.metric.label, "deviation", *(["rounds"] if "rounds" not in self.plan.axes else [])]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row a point: its settings, mean score by its key, deviation between seeds, rounds."""
+        return [
+            {**t.settings, t.metric.key: finite(t.mean), "deviation": finite(t.deviation), "rounds": t.config.rounds}
+            for t in self.shown
+        ]
+
+    def sheet(self) -> Sheet:
+        best, config = max(self.trials, key=lambda trial: trial.rank), self.trials[0].config
+        rows = [
+            [*(str(row[name]) for name in self.plan.axes), *figures(row, trial.metric)[: len(self.names) - len(self.plan.axes)]]
+            for row, trial in zip(self.rows(), self.shown, strict=True)
+        ]
+        bold = frozenset((at, len(self.plan.axes)) for at, trial in enumerate(self.shown) if trial.settings == best.settings)
+        about = f"{config.method} on {task(config, self.plan)}"
+        return Sheet(about, self.names, rows, self.rows(), words=0, bold=bold)
+
+    def table(self, form: str = "markdown") -> str:
+        """The rows as markdown, text, latex or csv."""
+        return self.sheet().render(form)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """A row a point."""
+        return sheets.frame(self.rows())
+
+    def _repr_html_(self) -> str:
+        return self.sheet().html()
+
+    def plot(self, path: str | Path) -> Path:
+        """The score over the grid: a line over one axis, a heat map over two. Of more, over the first two, at the best of all."""
+        names = [name for name, values in self.plan.axes.items() if len(values) > 1][:2] or list(self.plan.axes)[:1]
+        ordered = sorted(self.trials, key=lambda trial: -trial.rank)
+        at: dict[tuple[Any, ...], tuple[float, float]] = {}
+        for trial in ordered:  # the best comes first
+            at.setdefault(tuple(trial.settings[name] for name in names), (trial.mean, trial.deviation))
+        tried = {name: tuple(dict.fromkeys(trial.settings[name] for trial in self.trials)) for name in names}
+        searched = self.plan.draws is not None
+        axes = tried if searched else {name: self.plan.axes[name] for name in names}
+        best, c = tuple(ordered[0].settings[name] for name in names), ordered[0].config
+        title = f"{c.method} on {c.dataset}, {c.model}, {c.partition}: best {label(ordered[0].settings)}"
+        what = runs.measured(self.metric.label, [c])
+        return plots.over_grid(axes, at, best, Path(path), title, what, self.metric, searched)
+
+
+@dataclass(frozen=True)
+class Tuned(Swept):
+    """A grid that has been tried: its points, best first. With halving, `first` has what all came to after fewer rounds."""
+
     first: list[Trial]
+
+    @property
+    def shown(self) -> list[Trial]:
+        kept = [trial.settings for trial in self.trials]
+        return [*self.trials, *(trial for trial in self.first if trial.settings not in kept)]
 
     @property
     def best(self) -> Trial:
         return self.trials[0]
-
-    @property
-    def metric(self) -> Measure:
-        """What the points are ranked by."""
-        return self.best.metric
 
     @property
     def edges(self) -> list[str]:
@@ -185,30 +350,6 @@ class Tuned:
         """All settings of `config`, as a file that `fedagg run` takes."""
         return self.config.toml()
 
-    def rows(self) -> list[dict[str, Any]]:
-        """A row a point, best first: its settings, mean score by its key, deviation between seeds, rounds."""
-        kept = [trial.settings for trial in self.trials]
-        shown = [*self.trials, *(trial for trial in self.first if trial.settings not in kept)]
-        key = self.metric.key
-        return [{**t.settings, key: finite(t.mean), "deviation": finite(t.deviation), "rounds": t.config.rounds} for t in shown]
-
-    def table(self) -> str:
-        """The rows as Markdown."""
-        names = [*self.plan.axes, self.metric.label, "deviation", "rounds"]
-        lines = [[*(str(row[name]) for name in self.plan.axes), *figures(row, self.metric)] for row in self.rows()]
-        return "\n".join(f"| {' | '.join(line)} |" for line in [names, ["---"] * len(names), *lines])
-
-    def plot(self, path: str | Path) -> Path:
-        """The score over the grid: a line over one axis, a heat map over two. Of more, over the first two, at the best of all."""
-        names = [name for name, values in self.plan.axes.items() if len(values) > 1][:2] or list(self.plan.axes)[:1]
-        axes = {name: self.plan.axes[name] for name in names}
-        at: dict[tuple[Any, ...], tuple[float, float]] = {}
-        for trial in self.trials:  # the best comes first
-            at.setdefault(tuple(trial.settings[name] for name in names), (trial.mean, trial.deviation))
-        best, c = tuple(self.best.settings[name] for name in names), self.best.config
-        title = f"{c.method} on {c.dataset}, {c.model}, {c.partition}: best {label(self.best.settings)}"
-        return plots.over_grid(axes, at, best, Path(path), title, runs.measured(self.metric.label, [c]), self.metric)
-
 
 def tune(
     method: str,
@@ -217,12 +358,13 @@ def tune(
     data: Any = None,
     model: nn.Module | str | None = None,
     loss: Loss | None = None,
-    metric: Metric | str | Callable[[Tensor, Tensor], Tensor] | None = None,
+    metric: Judge = None,
     preset: str | None = None,
     seeds: Iterable[int] = SEEDS,
     random: int | None = None,
     halving: bool = False,
-    jobs: int = 1,
+    trials: int | None = None,
+    jobs: int | str = 1,
     out: str | Path | None = None,
     **settings: Any,
 ) -> Tuned:
@@ -234,70 +376,107 @@ def tune(
         data: your own data in place of a named set, in any form that `fedagg.run` takes.
         model: a name, or your own module.
         loss: per-sample loss of (output, target), (B,); the task's by default.
-        metric: what points are ranked by, as `fedagg.run` takes it; the task's by default.
+        metric: what points are judged by, as `fedagg.run` takes it; the task's by default.
         preset: the settings to start from.
         seeds: every point is run once with each.
         random: try so many points of the grid, drawn at random.
         halving: run all points for a quarter of the rounds, and only the best quarter of them for all rounds.
-        jobs: runs at once, each in a process of its own.
+        trials: let Optuna look for so many points between the ends of the axes.
+        jobs: runs at once, each in a process of its own; `auto` for one a core.
         out: a folder that keeps the results; the same call goes on from there. Without one nothing is kept.
         settings: those of all runs, as `fedagg.run` takes them; `validation` is the share held back, 0.1 by default.
     """
-    data = checks.samples(data, None, None, settings)
-    mine = [name for name, thing in (("data", data), ("model", model)) if thing is not None and not isinstance(thing, str)]
-    settings |= {"model": model} if isinstance(model, str) else {}
-    settings |= {"dataset": "custom"} if data is not None else {}
-    settings |= {"model": "custom"} if "model" in mine else {}
-    settings |= {"metric": metric} if isinstance(metric, str) else {}
-    own = None if isinstance(metric, str) else metric
-    mine += [name for name, thing in (("loss", loss), ("metric", own)) if thing is not None]
-    plan = Plan.make(method, grid, settings, preset=preset, seeds=seeds, random=random, halving=halving)
-    if mine:
+    own = Given(checks.samples(data, None, None, settings), model, loss, metric)
+    plan = Plan.make(
+        method, grid, settings | own.settings, preset=preset, seeds=seeds, random=random, halving=halving, trials=trials
+    )
+    return own.tried(plan.carry_out, jobs, out)
+
+
+def sweep(
+    method: str,
+    grid: Mapping[str, Iterable[Any]],
+    *,
+    data: Any = None,
+    model: nn.Module | str | None = None,
+    loss: Loss | None = None,
+    metric: Judge = None,
+    preset: str | None = None,
+    seeds: Iterable[int] = (0,),
+    jobs: int | str = 1,
+    out: str | Path | None = None,
+    **settings: Any,
+) -> Swept:
+    """Run a method over a grid of any settings, the task's among them, and show how the result changes. Nothing is chosen, and runs
+    are scored on the test set unless `validation` is given. Arguments are those of `fedagg.tune`.
+    """
+    own = Given(checks.samples(data, None, None, settings), model, loss, metric)
+    plan = Plan.make(method, grid, settings | own.settings, preset=preset, seeds=seeds, choosing=False)
+    return own.tried(plan.go_over, jobs, out)
+
+
+class Given:
+    """What the runs of a grid get from Python."""
+
+    def __init__(self, data: Dataset | None, model: nn.Module | str | None, loss: Loss | None, metric: Judge) -> None:
+        self.data, self.loss = data, loss
+        self.module = model if isinstance(model, nn.Module) else None
+        self.settings: dict[str, Any] = {"model": model} if isinstance(model, str) else {}
+        self.settings |= {"dataset": "custom"} if data is not None else {}
+        self.settings |= {"model": "custom"} if self.module is not None else {}
+        self.mine = [name for name, thing in (("data", data), ("model", self.module)) if thing is not None]
+        self.settings |= {"metric": metric} if isinstance(metric, str) else {}
+        self.metric = None if isinstance(metric, str) else metric
+        self.mine += [name for name, thing in (("loss", loss), ("metric", self.metric)) if thing is not None]
+
+    def tried(self, carry_out: Callable[[Run, Found], R], jobs: int | str, out: str | Path | None) -> R:
+        """Run the plan: in this process with what came from Python, else as the command does."""
+        if not self.mine:
+            with tempfile.TemporaryDirectory() as scratch:
+                store = Store(Path(out) if out is not None else Path(scratch))
+                return carry_out(partial(run_cells, store=store, jobs=jobs), partial(score, store))
         for setting, value, usual in (("jobs", jobs, 1), ("out", out, None)):
             if value != usual:
-                raise SettingError(setting, value, f"{', '.join(mine)} from Python cannot be handed to it; leave it out")
+                raise SettingError(setting, value, f"{', '.join(self.mine)} from Python cannot be handed to it; leave it out")
         known: dict[Config, Scored] = {}
-        module = model if isinstance(model, nn.Module) else None
 
-        def run_mine(cells: list[Cell]) -> bool:
+        def run(cells: list[Cell]) -> bool:
             for cell in cells:
                 if cell.config not in known:
-                    result = fedagg.run(cell.config, data=data, model=module, loss=loss, metric=own, progress=False)
+                    given: dict[str, Any] = {"data": self.data, "model": self.module, "loss": self.loss, "metric": self.metric}
+                    result = fedagg.run(cell.config, **given, progress=False)
                     if result.interrupted:
                         return False
                     known[cell.config] = result.score, result.metric
             return True
 
-        return plan.carry_out(run_mine, known.get)
-    with tempfile.TemporaryDirectory() as scratch:
-        store = Store(Path(out) if out is not None else Path(scratch))
-        stop = Stop()
+        return carry_out(run, known.get)
 
-        def run(cells: list[Cell]) -> bool:
-            with running.interruptible(stop):
-                ended = list(running.run(running.unfinished(cells, store), store, stop=stop, jobs=jobs))
-            refuse_failures(ended)
-            return not stop.now()
 
-        return plan.carry_out(run, lambda config: score(store, config))
+def run_cells(cells: list[Cell], store: Store, jobs: int | str) -> bool:
+    stop, todo = Stop(), running.unfinished(cells, store)
+    with running.interruptible(stop):
+        ended = list(running.run(todo, store, stop=stop, jobs=running.processes(jobs, len(todo))))
+    refuse_failures(ended)
+    return not stop.now()
 
 
 def refuse_failures(ended: Sequence[CellResult]) -> None:
     """Where not one run went well, the first one's error is that of the whole."""
     if ended and all(one.status in ("failed", "no data") for one in ended):
-        raise FedaggError(f"tuning: {ended[0].message}")
+        raise FedaggError(f"grid: {ended[0].message}")
 
 
 def score(store: Store, config: Config) -> Scored | None:
     found = store.get(config)
-    return None if found is None else (found.score, found.measure)
+    return None if found is None else (found.score, found.metric)
 
 
 def judged(trial: Trial, found: Sequence[Scored]) -> Trial:
     return replace(trial, scores=tuple(value for value, _ in found), metric=found[0][1])
 
 
-def axes_of(grid: Mapping[str, Iterable[Any]], given: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+def axes_of(grid: Mapping[str, Iterable[Any]], given: Mapping[str, Any], no_axes: set[str]) -> dict[str, tuple[Any, ...]]:
     """The grid, with every value once; or an error that says what cannot be an axis."""
     axes: dict[str, tuple[Any, ...]] = {}
     for name, values in grid.items():
@@ -309,9 +488,12 @@ def axes_of(grid: Mapping[str, Iterable[Any]], given: Mapping[str, Any]) -> dict
         axes[name] = tuple(dict.fromkeys(plain))
         if not axes[name]:
             raise SettingError("grid", f"{name}=", f"has no values; give some, as in {name}=0.01,0.1")
-        if name in TASK | NO_BEARING:
-            instead = {"seed": "give --seeds", "validation": "give --validation"}.get(name, "compare it with `fedagg compare`")
-            raise SettingError("grid", name, f"is no setting by which one method is better than itself; {instead}")
+        if name in NO_BEARING:
+            raise SettingError("grid", name, "says where or how fast a run goes, and the result stays the same; leave it out")
+        if name in no_axes:
+            instead = {"seed": "give --seeds", "validation": "give --validation", "algorithm": "use `fedagg compare`"}
+            words = "is no setting by which one method is better than itself"
+            raise SettingError("grid", name, f"{words}; {instead.get(name, 'use `fedagg sweep`')}")
         if name in given:
             raise SettingError(
                 name, given[name], f"is on the grid, with {', '.join(map(str, axes[name]))}; leave one of the two out"
@@ -328,6 +510,15 @@ def limits(name: str, config: Config) -> Mapping[str, float]:
         return {kind: getattr(end, kind) for end in ends for kind in ("ge", "le") if hasattr(end, kind)}
     option = options_of(config.flat()).get(name)
     return {} if option is None else option.limits
+
+
+def task(c: Config, plan: Plan) -> str:
+    """What the figures are about, in a line: what is on the grid is said there."""
+    about = {"dataset": c.dataset, "model": c.model, "partition": runs.split(c), "clients": f"{c.clients} clients"}
+    about["participation"] = f"{100 * c.participation:g} % a round"
+    words = [word for name, word in about.items() if name not in plan.axes]
+    seeds = f"seed{'s' if len(plan.seeds) > 1 else ''} {', '.join(map(str, plan.seeds))}"
+    return ", ".join(filter(None, [*words, seeds, f"scored on {runs.held_back(c)}" if c.validation else ""]))
 
 
 def label(settings: Mapping[str, Any]) -> str:

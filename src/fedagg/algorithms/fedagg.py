@@ -5,7 +5,8 @@ Clients step along a mix of their own gradient and the aggregated one (Eq. 9 bet
 - the clients' own rate: in the first round every client tries a rate, and the one that took most off its loss is halved;
 - λ, their own share of the step, from how far their gradients agree. The pace of the federation is the own rate over λ, so that a
   client's own gradient always counts the same, and the less clients agree, the longer they go on along what they have in common;
-- the line search along the last step, on the clients' first mini-batches: where it says that the step was short, the rate grows.
+- the line search along the last step, on the clients' first mini-batches: where it says that the step was short, the rate grows;
+  where rounds keep lowering the loss it grows to what is best for a client alone, and where they keep raising it, it falls.
 
 Theorem 1 then gives every client its rate for every epoch around that pace. None of this has a unit: a loss multiplied by ten, or
 the inputs of a linear model, give the same run at rates that fit.
@@ -33,6 +34,7 @@ RATES = 6  # that are tried at once, from a quarter of the base rate up
 SHIFTS = 4  # of that range at most, while the best of it lies at an end
 SHARE = 0.5  # of the rate that is best for a client alone: what is good for one is too much for the average
 GROWTH = 1.2  # of the rate in a round at most
+YOUTH = 8.0  # rounds: round t changes what earlier ones have led to by about one part in t + YOUTH
 MEMORY = 0.7  # of the line search, for earlier rounds
 RATE_BAND = (0.1, 2.0)  # rates stay within these multiples of the pace
 KEPT = ("phi1", "known", "agreement", "back")  # what an undone round gives back
@@ -51,6 +53,7 @@ class FedAgg(Algorithm):
         self.departure = math.nan
         self.state |= {
             "rate": 0.0,  # of a client's own gradient; 0 until it is measured
+            "alone": 0.0,  # the rate that is best for a client alone
             "phi1": torch.zeros_like(model.w),  # the aggregated gradient, one for all epochs
             "known": 0,  # rounds that gave a mean field
             "agreement": 1.0,
@@ -71,11 +74,11 @@ class FedAgg(Algorithm):
             return 1.0
         return max(LEAST_OWN, math.sqrt(self.state["agreement"]))
 
-    def own_rate(self, clients: Clients) -> float:
-        """The rate of a client's own gradient, by trial: all participants train, each at one of several rates. Where they do not
-        tell how their losses fell, the base rate stands."""
+    def best_alone(self, clients: Clients) -> float:
+        """The rate that is best for a client alone, by trial: all participants train, each at one of several rates. Where they do
+        not tell how their losses fell there is none, and the base rate stands."""
         if self.pace == "base" or not clients.open:
-            return self.lr
+            return 0.0
         low, count = self.lr / SPREAD, len(clients.ids)
         for _ in range(SHIFTS):
             rates, losses, firsts = [low * SPREAD**k for k in range(RATES)], dict[float, list[float]](), list[float]()
@@ -88,7 +91,7 @@ class FedAgg(Algorithm):
                     losses.setdefault(tried[client], []).append(loss)
                     firsts.append(first)
             if not any(firsts):  # nobody answers, or nobody says a word
-                return self.lr
+                return 0.0
             best = meanfield.best_rate(losses, sum(firsts) / len(firsts))
             if best == rates[-1]:
                 low = best / SPREAD
@@ -96,7 +99,7 @@ class FedAgg(Algorithm):
                 low = best / SPREAD ** (RATES - 2)
             else:
                 break
-        return SHARE * best
+        return best
 
     def plan(self, clients: Clients) -> Work:
         """Theorem 1 around the path that the average client is about to take: φ2[k] = w̄ - η_ref k S φ1. The deviation is measured
@@ -117,7 +120,8 @@ class FedAgg(Algorithm):
     def round(self, model: Model, clients: Clients) -> Model:
         self.departure, usual = math.nan, clients.yardstick.length
         if not self.state["rate"]:
-            self.state["rate"] = self.own_rate(clients)
+            self.state["alone"] = self.best_alone(clients)
+            self.state["rate"] = SHARE * self.state["alone"] if self.state["alone"] else self.lr
         pace = self.state["rate"] / self.own_share()
         try:
             out = clients.train(self.plan(clients))
@@ -158,8 +162,8 @@ class FedAgg(Algorithm):
 
     def look_back(self, out: Outcome) -> None:
         """How did the last step do, on the samples at hand? If it lowered the loss and the lowest point lies beyond its end, in the
-        mean over rounds, the rate grows. It never falls here: below the best pace the loss of a network only gets sharper, and a
-        line search would follow it down for ever."""
+        mean over rounds, the rate grows. That does not make it fall: below the best pace the loss of a network only gets
+        sharper, and a line search would follow it down for ever."""
         rise, went = out.first - out.behind, self.state["went"]
         change = float(rise.mean())
         fall, bend, error = meanfield.parabola(rise, -self.state["back"] * out.slope)
@@ -167,15 +171,26 @@ class FedAgg(Algorithm):
         self.state |= {name: MEMORY * self.state[name] + (1 - MEMORY) * value for name, value in news.items()}
         self.state["error2"] = MEMORY**2 * self.state["error2"] + (1 - MEMORY) ** 2 * (error / went**2) ** 2
         told = self.state["bend"] > math.sqrt(self.state["error2"]) and change < -guard.doubt(rise) / guard.DOUBT
-        if told and self.pace == "measured":
+        if self.pace == "base":
+            return
+        self.follow_trend()
+        if told:
             optimum = self.state["fall"] / self.state["bend"]
             self.state["rate"] *= min(GROWTH, max(1.0, optimum * self.own_share() / self.state["rate"]))
+
+    def follow_trend(self) -> None:
+        """To the degree that rounds keep lowering the loss or raising it, the rate rises to what is best for a client alone, or
+        falls. It changes like a power of the number of rounds: fast at first, and never so fast that it runs away or starves."""
+        if self.state["swing"] and self.state["alone"]:
+            rate, steady = self.state["rate"], self.state["trend"] / self.state["swing"]
+            wanted = rate * (1.0 + 1.0 / (self.state["known"] + YOUTH)) ** -steady
+            self.state["rate"] = wanted if steady > 0 else max(rate, min(wanted, self.state["alone"]))
 
     def average(self, model: Model) -> None:
         """The average of the path, in which later models weigh more (Shamir, Zhang 2013, with η = 8). Where every round lowers the
         loss, it is the last model; where rounds undo each other, as with few clients whose data differ, it is not."""
         known, swing = self.state["known"], self.state["swing"]
-        share = max(9.0 / (known + 8.0), (self.state["trend"] / swing) ** 2 if swing else 1.0)
+        share = max((YOUTH + 1) / (YOUTH + known), (self.state["trend"] / swing) ** 2 if swing else 1.0)
         self.state["shown"] = self.state["shown"] + share * (model.w - self.state["shown"])
 
     def reported(self, model: Model) -> Model:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from fedagg import algorithms, engines
-from fedagg.bench.task import CLASSES, Task
+from fedagg.bench.task import Task
 from fedagg.clients import Clients
 from fedagg.config import make
 from fedagg.engines.base import Setting, set_precision
@@ -19,7 +19,7 @@ def run(engine_name: str, task: Task, tick: Callable[[], None]) -> str:
     config = make({"algorithm": "fedavg", "lr": task.lr, "precision": task.precision})
     local = ClientOptions(epochs=task.epochs, batch_size=task.batch_size)
     device, module, (x, y) = torch.device(task.device), task.module(), task.data()
-    setting = Setting(module, x, y, CLASSES, local, device)
+    setting = Setting(module, x, y, task.classes, local, device)
     method = algorithms.build("fedavg", {"lr": task.lr})
     now = setting.layout.pack(module).to(device)
     method.start(now, module, setting.layout)

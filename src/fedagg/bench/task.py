@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from fedagg import models, seeding
 
 CLASSES = 10
-SMALL = ("linear", "mnist-cnn", "lenet5")  # timed on 1×28×28, the others on 3×32×32
+SMALL = ("linear", "mlp", "mnist-cnn", "lenet5")  # timed on 1×28×28, the others on 3×32×32
+TEXT = ("char-lstm", "char-transformer")  # timed on rows of 80 characters, as those of Shakespeare's plays
+VOCABULARY = 80
 
 
 @dataclass(frozen=True)
@@ -31,21 +33,29 @@ class Task:
     seed: int = 0
 
     @property
-    def shape(self) -> tuple[int, int, int]:
+    def shape(self) -> tuple[int, ...]:
+        if self.model in TEXT:
+            return (80,)
         return (1, 28, 28) if self.model in SMALL else (3, 32, 32)
+
+    @property
+    def classes(self) -> int:
+        return VOCABULARY if self.model in TEXT else CLASSES
 
     @property
     def per_round(self) -> int:
         return max(1, round(self.participation * self.clients))
 
     def module(self) -> nn.Module:
-        return models.build(self.model, self.shape, CLASSES, seed=seeding.derive(self.seed, "model"))
+        return models.build(self.model, self.shape, self.classes, seed=seeding.derive(self.seed, "model"))
 
     def client(self, client: int) -> tuple[Tensor, Tensor]:
         """One client's samples, always the same: rivals that run clients in other processes make them there."""
         generator = seeding.torch_generator(self.seed, "bench", client)
-        x = torch.rand(self.samples, *self.shape, generator=generator)
-        return x, torch.randint(0, CLASSES, (self.samples,), generator=generator)
+        size = (self.samples, *self.shape)
+        tokens = self.model in TEXT
+        x = torch.randint(0, VOCABULARY, size, generator=generator) if tokens else torch.rand(size, generator=generator)
+        return x, torch.randint(0, self.classes, (self.samples,), generator=generator)
 
     @functools.lru_cache(maxsize=1)  # noqa: B019  a task lives as long as its process
     def data(self) -> tuple[Tensor, Tensor]:

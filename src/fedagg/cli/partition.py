@@ -25,7 +25,6 @@ from fedagg.config import Config, resolve
 from fedagg.data import Dataset
 from fedagg.errors import FedaggWarning, SettingError
 from fedagg.federation import build_model, chosen_data, counted, deal
-from fedagg.loading import trained
 from fedagg.result import finite
 
 if TYPE_CHECKING:
@@ -145,7 +144,7 @@ def networks(config: Config, data: Dataset, run: Path | None) -> dict[str, nn.Mo
     """The models whose gradients are compared: the initial one, and the final one of a run."""
     models = {"initial": build_model(config, data)}
     if run is not None:
-        models["final"] = trained(build_model(config, data), run / "model.safetensors")
+        models["final"] = runs.trained(build_model(config, data), run / "model.safetensors")
     return models
 
 

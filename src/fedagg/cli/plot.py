@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from fedagg import files, plots, runs
 from fedagg.cli.reproduce import shares, words
 from fedagg.cli.show import err, out
 from fedagg.errors import SettingError, unknown
+from fedagg.report import content
 from fedagg.reproduce import figures, grid
 from fedagg.reproduce.results import Store
 from fedagg.runs import Run
@@ -31,6 +33,7 @@ def plot(
     seeds: Annotated[int, typer.Option(help="seeds 0, 1, ... to draw", min=1)] = 3,
     rounds_scale: Annotated[float, typer.Option(help="share of the paper's rounds that was run")] = 1.0,
     data_dir: Annotated[Path | None, typer.Option(help="where data sets are, for fig-partition")] = None,
+    each: Annotated[bool, typer.Option("--each", help="of runs: a line for every run, instead of the mean over seeds")] = False,
 ) -> int:
     """Draw figures of the paper from a results folder, or the curves of runs, as PNG, SVG and PDF."""
     plots.ready()
@@ -55,7 +58,7 @@ def plot(
         if not found[name]
     }
     for name, spec in specs.items():
-        if spec.kind == "table":
+        if spec.kind in ("table", "tuned"):
             raise SettingError("what", name, "is a table: see it with `fedagg reproduce NAME --show`")
     chosen = runs.load_all(path for paths in found.values() for path in paths)
     begun = [run for run in chosen if run.history]
@@ -66,7 +69,8 @@ def plot(
         if not run.history:
             note = f"[yellow]{escape(run.name)}: nothing to draw yet[/]; it has no finished round"
             err.print(note, highlight=False, soft_wrap=True)
-    drawn = draw_runs(begun, [folder / f"runs.{ending}" for ending in endings]) if begun else []
+    paths = [folder / f"runs.{ending}" for ending in endings]
+    drawn = (draw_runs if each else draw_means)(begun, paths) if begun else []
     for name, spec in specs.items():
         made = figures.draw(spec, Store(results), folder, endings)
         if not made:
@@ -79,7 +83,7 @@ def plot(
 
 def folders(name: str) -> list[Path]:
     """The run folders that a word stands for; none if it is a figure's name."""
-    if name in grid.names() or name == "quick" or name.endswith(".toml"):
+    if name in (*grid.names(), *grid.OURS) or name.endswith(".toml"):
         return []
     if found := runs.find(Path(name)):
         return found
@@ -89,23 +93,63 @@ def folders(name: str) -> list[Path]:
     raise SettingError("what", name, f"is no folder of runs; {unknown('what', name, [*known, 'all']).fix}")
 
 
-def draw_runs(found: list[Run], paths: list[Path]) -> list[Path]:
-    """The metric, loss, mean learning rate and drift over rounds, a line a run. Runs of other metrics have a panel of their own."""
-    configs = [run.config for run in found]
-    metrics = dict.fromkeys(run.metric for run in found)
+Lines = Callable[[str, float], list[plots.Series]]  # of a column of the record, times a factor
+
+
+def draw_panels(found: list[Run], lines: Lines, paths: list[Path]) -> list[Path]:
+    """The metric, loss, mean learning rate and drift over rounds. Every metric has a panel of its own."""
+    configs, metrics = [run.config for run in found], dict.fromkeys(run.metric for run in found)
     columns = (
         *((metric.key, f"{runs.measured(metric.label, configs)}{metric.unit}", metric.scale) for metric in metrics),
         ("loss", runs.measured("loss", configs), 1.0),
         ("rate_mean", "learning rate, mean over clients and epochs", 1.0),
         ("drift", "mean distance a client moved", 1.0),
     )
-    grid_of = []
-    for column, label, scale in columns:
-        lines = []
-        for index, run in enumerate(found):
-            x, y = run.curve(column)
-            if not y:
-                continue
-            lines.append(plots.Series(run.name, x, [scale * v for v in y], index=index))
-        grid_of.append(plots.Panel("", "round", label, lines))
+    grid_of = [plots.Panel("", "round", label, lines(column, scale)) for column, label, scale in columns]
     return plots.panels([grid_of[:-2], grid_of[-2:]], paths, "Runs")
+
+
+def draw_runs(found: list[Run], paths: list[Path]) -> list[Path]:
+    """A line a run."""
+
+    def lines(column: str, scale: float) -> list[plots.Series]:
+        curves = [(run.name, *run.curve(column)) for run in found]
+        every = enumerate(curves)
+        return [plots.Series(name, x, [scale * v for v in y], index=index) for index, (name, x, y) in every if y]
+
+    return draw_panels(found, lines, paths)
+
+
+def draw_means(found: list[Run], paths: list[Path]) -> list[Path]:
+    """A line for every method of every setting: the mean over its seeds, with a band of one standard deviation."""
+    entries = [content.from_run(run) for run in found]
+    groups = content.grouped(entries)
+    for note in content.left_out(entries, groups):
+        err.print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    series = [one for group in groups for one in group.series.values()]
+    tasks = [runs.task(one.trials[0].config) for one in series]
+    differ = runs.differing(tasks)
+    names = [", ".join(filter(None, (one.name, *(said[key] for key in differ)))) for one, said in zip(series, tasks, strict=True)]
+    if len(set(names)) < len(names):  # settings that were given from Python have no names of their own
+        names = [f"{one.name}, {group.name}" for group in groups for one in group.series.values()]
+    seeds = [f" ({len(one.trials)} seeds)" if len(one.trials) > 1 else "" for one in series]
+
+    keys = {run.metric.key for run in found}
+
+    def lines(column: str, scale: float) -> list[plots.Series]:
+        made = []
+        for index, (name, one) in enumerate(zip(names, series, strict=True)):
+            own = one.trials[0].metric.key
+            if column in keys and column != own:
+                continue
+            mean, spread = one.curve("rate" if column == "rate_mean" else "accuracy" if column == own else column)
+            known = [
+                (float(t), scale * m, scale * (s or 0))
+                for t, (m, s) in enumerate(zip(mean, spread, strict=True), 1)
+                if m is not None
+            ]
+            x, y, band = ([row[k] for row in known] for k in range(3))
+            made.append(plots.Series(name + seeds[index], x, y, band if len(one.trials) > 1 else None, index))
+        return made
+
+    return draw_panels(found, lines, paths)

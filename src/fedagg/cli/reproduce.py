@@ -11,23 +11,28 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from fedagg import files, plots, plugins
+from fedagg import files, plots, plugins, scores
 from fedagg.cli.catalogue import Plugin
-from fedagg.cli.show import err, out
+from fedagg.cli.show import err, out, show_sheet
 from fedagg.config import Config
 from fedagg.errors import SettingError, unknown
 from fedagg.federation import Callback
-from fedagg.reproduce import figures, formats, grid, running, table
+from fedagg.reproduce import figures, formats, grid, running, table, tuned
 from fedagg.reproduce.grid import Cell, Spec
 from fedagg.reproduce.results import Store
 from fedagg.reproduce.running import CellResult, Stop
 from fedagg.result import Result
 
-ABOUT = "a table or figure of the paper, `all`, `quick`, or a TOML file like those in experiments/paper"
+ABOUT = "a table or figure of the paper, `all`, `table-tuned`, `quick`, or a TOML file like those in experiments/paper"
 ROWS = "rows, by name or beginning, e.g. mnist-linear,cifar10-cnn-iid"
+SEEDS = "seeds 0, 1, ... of every cell (default 3; 5 for table-tuned)"
+TUNING_SEEDS = "of table-tuned: the seeds that settings are chosen with (default 5,6)"
+TARGET = "of tables: a row for every method, with the rounds and megabytes until this accuracy was reached, e.g. 0.8"
 RESULTS = "the results folder; finished cells in it are not run again"
 SHOW = "run nothing: show what the results folder has"
 LIMIT = "stop cleanly after this many seconds; the same command goes on"
+JOBS = "runs at once, each in a process of its own that gets its share of the cores; auto for one a core"
+Jobs = Annotated[str, typer.Option("--jobs", help=JOBS, metavar="N|auto")]
 DATA = "where data sets are (default FEDAGG_DATA, else the user's cache)"
 
 
@@ -37,12 +42,14 @@ def reproduce(
     rows: Annotated[str | None, typer.Option(help=ROWS)] = None,
     algorithms: Annotated[str | None, typer.Option(help="methods in place of the paper's, or `all`")] = None,
     participation: Annotated[str | None, typer.Option(help="shares of clients in a round, e.g. 0.2,1.0")] = None,
-    seeds: Annotated[int, typer.Option(help="seeds 0, 1, ... of every cell", min=1)] = 3,
+    seeds: Annotated[int | None, typer.Option(help=SEEDS, min=1, show_default=False)] = None,
+    tuning_seeds: Annotated[str | None, typer.Option(help=TUNING_SEEDS, show_default=False)] = None,
+    target: Annotated[float | None, typer.Option(help=TARGET, show_default=False)] = None,
     rounds_scale: Annotated[float, typer.Option(help="share of the paper's rounds, to try things out")] = 1.0,
     results: Annotated[Path, typer.Option(help=RESULTS)] = Path("results"),
     show: Annotated[bool, typer.Option("--show", "--no-run", help=SHOW)] = False,
     form: Annotated[str, typer.Option("--format", help=f"of tables: {', '.join(formats.FORMATS)}")] = "text",
-    jobs: Annotated[int, typer.Option(help="cells at once, each in a process of its own", min=1)] = 1,
+    jobs: Jobs = "1",
     time_limit: Annotated[float | None, typer.Option(help=LIMIT, min=0)] = None,
     plugin: Plugin = None,
     fetch: Annotated[bool, typer.Option(help="download data that is missing")] = True,
@@ -74,18 +81,29 @@ def reproduce(
             seeds=seeds,
             rounds_scale=rounds_scale,
             overrides={k: v for k, v in where.items() if v is not None},
+            tuning_seeds=numbers("tuning-seeds", tuning_seeds) if tuning_seeds is not None else None,
         )
         for spec, patterns in chosen(what, words(rows))
     ]
-    if not quiet and any(spec.kind != "table" for spec in specs):
+    scores.check_target(target)
+    if not quiet and any(spec.kind not in ("table", "tuned") for spec in specs):
         plots.ready()
     store = Store(results)
     status = 0
     if not show:
         files.folder(results / ".partial", "results")
-        status = run_all([cell for spec in specs for cell in grid.cells(spec)], store, jobs, time_limit, fetch)
+        until = time.time() + time_limit if time_limit is not None else None
+        plain = [cell for spec in specs if spec.tuning is None for cell in grid.cells(spec)]
+        status = run_all(plain, store, jobs, until, fetch)
+        for spec in specs if status != 130 else []:
+            if spec.tuning is not None:
+                status = max(status, run_tuned(spec, store, jobs, until, fetch))
     for spec in [] if quiet else specs:
-        if spec.kind == "table":
+        if spec.tuning is not None or (spec.kind == "table" and target is not None):
+            found = tuned.gather(spec, store, tuned.tried(results))
+            wide = target is None and form != "csv"
+            show_sheet(tuned.sheet(spec, found) if wide else tuned.details(spec, found, target), form)
+        elif spec.kind == "table":
             also = grid.every_method() if algorithms is None else ()
             sys.stdout.write(formats.render(table.build(spec, store, also), form, out))
         else:
@@ -108,6 +126,15 @@ def chosen(what: str, rows: list[str] | None) -> list[tuple[Spec, list[str] | No
     return [(spec, patterns) for spec, patterns in own if patterns]
 
 
+def run_tuned(spec: Spec, store: Store, jobs: int | str, until: float | None, fetch: bool) -> int:
+    """First every point of every grid on what is held back, then the best ones on the test set."""
+    tries = tuned.tried(store.folder)
+    status = run_all(list(tuned.trials(spec)), tries, jobs, until, fetch, "1 of 2, choosing settings")
+    if status == 130:
+        return status
+    return max(status, run_all(list(tuned.finals(spec, tries)), store, jobs, until, fetch, "2 of 2, test set"))
+
+
 def draw(spec: Spec, store: Store, folder: Path) -> None:
     paths = figures.draw(spec, store, files.folder(folder, "figures"), plots.FORMATS)
     for path in paths:
@@ -116,14 +143,15 @@ def draw(spec: Spec, store: Store, folder: Path) -> None:
         err.print(f"[yellow]{spec.name}: nothing to draw yet[/]", highlight=False)
 
 
-def run_all(cells: list[Cell], store: Store, jobs: int, time_limit: float | None, fetch: bool) -> int:
+def run_all(cells: list[Cell], store: Store, jobs: int | str, until: float | None, fetch: bool, what: str = "cells") -> int:
     """Run what is missing, showing how far it is; 1 if a cell failed, 130 after Ctrl-C."""
     todo = running.unfinished(cells, store)
+    jobs = running.processes(jobs, len(todo))
     if not todo:
         return 0
-    stop = Stop(time.time() + time_limit if time_limit is not None else None)
+    stop = Stop(until)
     seen: list[CellResult] = []
-    with Board(len(todo), jobs) as board, running.interruptible(stop):
+    with Board(len(todo), jobs, what) as board, running.interruptible(stop):
         for outcome in running.run(todo, store, stop=stop, jobs=jobs, fetch=fetch, watch=board.watch):
             seen.append(outcome)
             ended = {o.cell for o in seen}
@@ -146,10 +174,10 @@ def tell(seen: list[CellResult], total: int, stop: Stop) -> int:
 class Board:
     """Progress over the grid, on standard error: a bar that stays, and a line for every cell that ends."""
 
-    def __init__(self, total: int, jobs: int) -> None:
+    def __init__(self, total: int, jobs: int, what: str = "runs") -> None:
         self.jobs, self.total, self.number = jobs, total, 0
         self.progress = Progress(
-            TextColumn("[bold]cells"),
+            TextColumn(f"[bold]{what}"),
             BarColumn(bar_width=28),
             MofNCompleteColumn(),
             TextColumn("{task.fields[left]}"),
@@ -204,6 +232,13 @@ def clock(seconds: float) -> str:
 
 def words(given: str | None) -> list[str] | None:
     return [word.strip() for word in given.split(",") if word.strip()] if given is not None else None
+
+
+def numbers(setting: str, given: str) -> list[int]:
+    found = [word.strip() for word in given.split(",") if word.strip()]
+    if not all(word.isdecimal() for word in found):
+        raise SettingError(setting, given, "give whole numbers, separated by commas, e.g. 5,6")
+    return [int(word) for word in found]
 
 
 def shares(given: str | None) -> list[float] | None:

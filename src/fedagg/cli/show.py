@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+import sys
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fedagg import paired, runs
+from fedagg import runs
 from fedagg.config import Config
 from fedagg.measure import ACCURACY, CLIENTS
 from fedagg.progress import err as err  # for the commands, beside `out`
 
 if TYPE_CHECKING:  # it takes seconds to import, and the names of methods can be shown without
     from fedagg.result import Result
+    from fedagg.sheets import Sheet
 
 out = Console()
 
@@ -68,55 +68,16 @@ def whole_width(table: Table) -> Table:
     return table
 
 
-@dataclass(frozen=True)
-class Seeds:
-    """What a method came to over several seeds, and how far it is ahead of the first one, with half of the 95 % interval."""
-
-    method: str
-    seeds: int
-    accuracy: float
-    deviation: float
-    megabytes: float
-    seconds: float
-    ahead: float
-    within: float
-
-    def json(self) -> dict[str, Any]:
-        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()}
+def show_sheet(sheet: Sheet, form: str = "text") -> None:
+    """A table on standard output, in one of its formats."""
+    if form != "text" or not out.is_terminal:  # a pipe has no width of its own
+        sys.stdout.write(sheet.render(form))
+        return
+    out.print(whole_width(sheet.rich()), crop=False)
+    for note in sheet.notes:
+        out.print(note, markup=False, highlight=False, style="dim")
 
 
-def summed(groups: Mapping[str, Sequence[Result]]) -> list[Seeds]:
-    """A line a method. A run that was interrupted is not counted."""
-    scores = {method: {r.config.seed: r.accuracy for r in group if not r.interrupted} for method, group in groups.items()}
-    first = next(iter(scores.values()))
-    made = []
-    for method, own in scores.items():
-        whole = [r for r in groups[method] if not r.interrupted]
-        count = max(1, len(whole))
-        sent = sum(row["bytes_up"] + row["bytes_down"] for r in whole for row in r.history) / 1e6 / count
-        accuracy = sum(own.values()) / len(own) if own else math.nan
-        spent = sum(r.seconds for r in whole) / count
-        gap = (math.nan, math.nan) if own is first else paired.difference(own, first)
-        made.append(Seeds(method, len(own), accuracy, paired.deviation(list(own.values())), sent, spent, *gap))
-    return made
-
-
-def seeds_table(found: Sequence[Seeds], title: str) -> Table:
-    """One row a method: means over seeds, the best in bold, and the difference from the first method in points."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("algorithm", no_wrap=True)
-    for name in ("seeds", "accuracy", f"against {found[0].method} (95 %)", "MB sent", "seconds"):
-        table.add_column(name, justify="right", no_wrap=True)
-    best = max((one.accuracy for one in found if math.isfinite(one.accuracy)), default=math.nan)
-    for one in found:
-        accuracy = f"{ACCURACY.shown(one.accuracy)}{f' ± {100 * one.deviation:.2f}' if math.isfinite(one.deviation) else ''}"
-        ahead = f"{100 * one.ahead:+.2f}{f' ± {100 * one.within:.2f}' if math.isfinite(one.within) else ''}"
-        table.add_row(
-            one.method,
-            str(one.seeds),
-            f"[bold green]{accuracy}[/]" if one.accuracy == best else accuracy,
-            ahead if math.isfinite(one.ahead) else "-",
-            f"{one.megabytes:.1f}",
-            f"{one.seconds:.1f}",
-        )
-    return whole_width(table)
+def percent(share: float) -> str:
+    """Before the first round there is none."""
+    return f"{100 * share:.2f} %" if math.isfinite(share) else "-"

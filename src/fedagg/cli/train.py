@@ -16,6 +16,7 @@ from fedagg import trackers
 from fedagg.cli import given as from_python
 from fedagg.cli.process import leads
 from fedagg.cli.show import err, out, results_table, task
+from fedagg.cli.watch import Watch, watched
 from fedagg.config import Config, make, read, resolve
 from fedagg.errors import SettingError
 from fedagg.formats import check_run
@@ -32,6 +33,7 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object, and nothing else, on standard output")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress display")] = False,
     track: Annotated[str | None, typer.Option("--track", help=TRACK, show_default=False)] = None,
+    watch: Watch = False,
     **settings: Any,
 ) -> int:
     """Train one federated model, and keep everything about it in a run folder."""
@@ -40,7 +42,8 @@ def run(
     chosen = resumed(resume, config, settings) if resume is not None else resolve(settings, config, settings.pop("preset", None))
     folder = resume or out_dir or default_folder(chosen)
     followers = [trackers.make(name.strip(), folder) for name in (track or "").split(",") if name.strip()]
-    result = fedagg.run(chosen, out=None if resume else folder, resume=resume, callbacks=followers, progress=not quiet)
+    with watched(folder, watch):
+        result = fedagg.run(chosen, out=None if resume else folder, resume=resume, callbacks=followers, progress=not quiet)
     if leads():
         tell(result, as_json)
     return 130 if result.interrupted else 0

@@ -1,4 +1,4 @@
-"""`fedagg tune`: the best settings of a method, chosen on training data that is held back."""
+"""`fedagg tune`: the best settings of a method, chosen on training data that is held back; `fedagg sweep`: a grid and no choice."""
 
 from __future__ import annotations
 
@@ -6,39 +6,49 @@ import json
 import sys
 import time
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from fedagg import files
-from fedagg.cli.compare import check, hint
-from fedagg.cli.reproduce import run_all
-from fedagg.cli.show import err, out, task
+from fedagg import files, sheets
+from fedagg.cli.compare import hint
+from fedagg.cli.reproduce import Jobs, numbers, run_all
+from fedagg.cli.show import err, out, show_sheet
+from fedagg.comparison import check
 from fedagg.config import Config, options_of, said
 from fedagg.errors import FedaggWarning, MissingError, SettingError
 from fedagg.federation import chosen_data
+from fedagg.reproduce import running
 from fedagg.reproduce.results import Store
-from fedagg.tuning import SEEDS, VALIDATION, Plan, Tuned, figures, finite, score
+from fedagg.tuning import SEEDS, TASK, VALIDATION, Found, Plan, R, Run, Swept, finite, score
 
 GRID = "a setting or option and the values to try, e.g. lr=0.01,0.1; once for each axis of the grid"
 RANDOM = "try only so many points of the grid, drawn at random"
 HALVING = "run all points for a quarter of the rounds, and only the best quarter of them for all rounds"
+TRIALS = "let Optuna look for so many points between the ends of the axes (needs the extra optuna)"
 OUT = "folder of results, picture and best.toml (default runs/<time>-tune-<method>)"
+OUT_SWEEP = "folder of results and picture (default runs/<time>-sweep-<method>)"
+Method = Annotated[str, typer.Argument(help="the method: see `fedagg list`")]
+File = Annotated[Path | None, typer.Argument(help="a TOML file of settings", show_default=False)]
+Grid = Annotated[list[str], typer.Option("--grid", help=GRID)]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")]
 
 
 def tune(
-    algorithm: Annotated[str, typer.Argument(help="the method: see `fedagg list`")],
-    config: Annotated[Path | None, typer.Argument(help="a TOML file of settings", show_default=False)] = None,
+    algorithm: Method,
+    config: File = None,
     *,
-    grid: Annotated[list[str], typer.Option("--grid", help=GRID)],
+    grid: Grid,
     seeds: Annotated[str, typer.Option(help="seeds that every point is run with")] = ",".join(map(str, SEEDS)),
     random: Annotated[int | None, typer.Option(help=RANDOM, show_default=False)] = None,
     halving: Annotated[bool, typer.Option("--halving", help=HALVING)] = False,
-    jobs: Annotated[int, typer.Option(help="runs at once, each in a process of its own", min=1)] = 1,
+    trials: Annotated[int | None, typer.Option("--trials", help=TRIALS, show_default=False)] = None,
+    jobs: Jobs = "1",
     out_dir: Annotated[Path | None, typer.Option("--out", help=OUT)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
+    as_json: Json = False,
     **settings: Any,
 ) -> int:
     """Try a grid of settings on training data that is held back, and say which are best.
@@ -46,23 +56,89 @@ def tune(
     The test set is not looked at. --validation is the share that is held back, 0.1 by default. Stopped, the same command goes on:
     what is finished in its folder is not run again.
     """
+    how = {"random": random, "halving": halving, "trials": trials}
+    plan = planned(algorithm, config, grid, seeds, settings, **how)
+    folder = out_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-tune-{plan.trials[0].config.method}"
+    check_first(plan)
+    found, status = tried(plan.carry_out, folder, jobs, out_dir)
+    if found is None:
+        return status
+    files.write(folder / "best.toml", found.to_toml())
+    picture = draw(found, folder / f"{found.metric.key}.png")
+    for name in found.edges:
+        words = f"the best {name}, {found.best.settings[name]}, lies on the edge of the grid; try values beyond it"
+        err.print(words, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    if as_json:
+        told = {
+            "best": found.best.settings,
+            found.metric.key: finite(found.best.mean),
+            "edges": found.edges,
+            "trials": found.rows(),
+        }
+        files_made = {"command": found.command, "toml": str(folder / "best.toml"), "plot": picture and str(picture)}
+        sys.stdout.write(json.dumps(told | files_made) + "\n")
+        return status
+    show_sheet(found.sheet())
+    for words in (f"best: {found.command}", f"settings: {folder / 'best.toml'}", f"plot: {picture}" if picture else ""):
+        if words:
+            out.print(words, soft_wrap=True, markup=False, highlight=False)
+    return status
+
+
+def sweep(
+    algorithm: Method,
+    config: File = None,
+    *,
+    grid: Grid,
+    seeds: Annotated[str, typer.Option(help="seeds that every point is run with")] = "0",
+    jobs: Jobs = "1",
+    out_dir: Annotated[Path | None, typer.Option("--out", help=OUT_SWEEP)] = None,
+    form: Annotated[str, typer.Option("--format", help=f"of the table: {', '.join(sheets.FORMATS)}")] = "text",
+    as_json: Json = False,
+    **settings: Any,
+) -> int:
+    """Run a method over a grid of any settings, the task's among them, and show how the result changes.
+
+    Nothing is chosen: runs are scored on the test set, unless --validation is given. Stopped, the same command goes on.
+    """
+    sheets.check_format(form)
+    plan = planned(algorithm, config, grid, seeds, settings, choosing=False)
+    folder = out_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-sweep-{plan.trials[0].config.method}"
+    check_first(plan, every=bool(plan.axes.keys() & {*TASK, "model"}))
+    found, status = tried(plan.go_over, folder, jobs, out_dir)
+    if found is None:
+        return status
+    picture = draw(found, folder / f"{found.metric.key}.png")
+    if as_json:
+        sys.stdout.write(json.dumps({"points": found.rows(), "plot": picture and str(picture)}) + "\n")
+        return status
+    show_sheet(found.sheet(), form)
+    if picture and form == "text":
+        out.print(f"plot: {picture}", soft_wrap=True, markup=False, highlight=False)
+    return status
+
+
+def planned(algorithm: str, file: Path | None, grid: list[str], seeds: str, settings: dict[str, Any], **how: Any) -> Plan:
     preset = settings.pop("preset", None)
     if settings.get("seed") is not None:
         raise SettingError("seed", settings["seed"], "every point is run with several; give --seeds")
-    chosen, base = said({**settings, "algorithm": algorithm}, config, preset)
-    plan = Plan.make(
-        algorithm,
-        axes(grid, {**base, **chosen}),
-        {**settings, "validation": chosen.get("validation", VALIDATION)},
-        file=config,
-        preset=preset,
-        seeds=numbers(seeds),
-        random=random,
-        halving=halving,
-    )
-    first = plan.trials[0].config
-    check(first, chosen_data(first))
-    folder = out_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-tune-{first.method}"
+    chosen, base = said({**settings, "algorithm": algorithm}, file, preset)
+    held_back = {"validation": chosen.get("validation", VALIDATION)} if how.get("choosing", True) else {}
+    points = axes(grid, {**base, **chosen})
+    return Plan.make(algorithm, points, {**settings, **held_back}, file=file, preset=preset, seeds=numbers("seeds", seeds), **how)
+
+
+def check_first(plan: Plan, every: bool = False) -> None:
+    """The first of the runs stands for all, unless their tasks differ."""
+    configs = [trial.config for trial in (plan.trials if every else plan.trials[:1])]
+    sets = {config.dataset: chosen_data(config) for config in configs}
+    for config in configs:
+        check(config, sets[config.dataset])
+
+
+def tried(carry_out: Callable[[Run, Found], R], folder: Path, jobs: str, out_dir: Path | None) -> tuple[R | None, int]:
+    """Run the plan in a folder, showing how far it is: what it came to, None where it was stopped, and the status to end with."""
+    running.processes(jobs, 1)
     store = Store(files.folder(folder))
     status = 0
 
@@ -73,31 +149,11 @@ def tune(
         return ended != 130
 
     try:
-        tuned = plan.carry_out(run, lambda each: score(store, each))
+        return carry_out(run, partial(score, store)), status
     except KeyboardInterrupt:
         if out_dir is None:  # otherwise it has been said
             hint(folder, out_dir)
-        return 130
-    files.write(folder / "best.toml", tuned.to_toml())
-    picture = draw(tuned, folder / f"{tuned.metric.key}.png")
-    for name in tuned.edges:
-        words = f"the best {name}, {tuned.best.settings[name]}, lies on the edge of the grid; try values beyond it"
-        err.print(words, style="yellow", markup=False, highlight=False, soft_wrap=True)
-    if as_json:
-        told = {
-            "best": tuned.best.settings,
-            tuned.metric.key: finite(tuned.best.mean),
-            "edges": tuned.edges,
-            "trials": tuned.rows(),
-        }
-        files_made = {"command": tuned.command, "toml": str(folder / "best.toml"), "plot": picture and str(picture)}
-        sys.stdout.write(json.dumps(told | files_made) + "\n")
-        return status
-    out.print(table(tuned), crop=False)
-    for words in (f"best: {tuned.command}", f"settings: {folder / 'best.toml'}", f"plot: {picture}" if picture else ""):
-        if words:
-            out.print(words, soft_wrap=True, markup=False, highlight=False)
-    return status
+        return None, 130
 
 
 def axes(grid: list[str], base: dict[str, Any]) -> dict[str, list[Any]]:
@@ -135,29 +191,9 @@ def value(word: str, text: bool) -> Any:
     return word
 
 
-def numbers(seeds: str) -> list[int]:
+def draw(found: Swept, path: Path) -> Path | None:
     try:
-        return [int(word) for word in seeds.split(",") if word.strip()]
-    except ValueError:
-        raise SettingError("seeds", seeds, "give whole numbers, separated by commas, e.g. 5,6") from None
-
-
-def draw(tuned: Tuned, path: Path) -> Path | None:
-    try:
-        return tuned.plot(path)
+        return found.plot(path)
     except MissingError as error:
         warnings.warn(str(error), FedaggWarning, stacklevel=2)
         return None
-
-
-def table(tuned: Tuned) -> Table:
-    """One row a point, best first; those that halving left out, after fewer rounds, are dim."""
-    seeds = ", ".join(map(str, tuned.plan.seeds))
-    about = task(tuned.best.config).replace(f"seed {tuned.best.config.seed}", f"seeds {seeds}")
-    made = Table(title=f"{tuned.best.config.method} on {about}", title_justify="left")
-    for name in (*tuned.plan.axes, tuned.metric.label, "deviation", "rounds"):
-        made.add_column(name, justify="right", no_wrap=True)
-    for place, row in enumerate(tuned.rows()):
-        style = "bold green" if place == 0 else "dim" if place >= len(tuned.trials) else None
-        made.add_row(*(str(row[name]) for name in tuned.plan.axes), *figures(row, tuned.metric), style=style)
-    return made

@@ -28,7 +28,10 @@ from fedagg.engines.vmapped import VmappedNetwork
 from fedagg.engines.windowed import Windowed, window
 from fedagg.errors import SettingError
 from fedagg.models import PUBLISHED
+from fedagg.models.text import LSTM, CausalAttention
 from fedagg.work import cross_entropy
+
+RECURRENT = "recurrent layers"
 
 
 class EngineOptions(Protocol):
@@ -65,16 +68,15 @@ def on(setting: Setting, name: str, options: EngineOptions) -> Engine:
 def pick(setting: Setting, options: EngineOptions) -> Engine:
     """`auto`: what was fastest where it was measured (see the page on engines)."""
     cores, module = options.threads or os.cpu_count() or 1, setting.module
-    if setting.device.type == "cpu" and any(isinstance(m, nn.RNNBase) for m in module.modules()):
-        return noted(Sequential(setting), "recurrent layers gain nothing from stacking")
     setting = with_graph(setting)
     trial = on_trial(setting, options)
-    if setting.device.type == "cpu" and convolves(module):
-        if written(setting, trial):
-            return noted(Threaded(setting, cores, stacked.StackedNetwork), "no autograd; convolutions fill a core, not several")
+    what = fills_a_core(module)
+    if setting.device.type == "cpu" and what:
+        if written(setting, trial) and what != RECURRENT:  # torch's own cell is faster than one that is written out
+            return noted(Threaded(setting, cores, stacked.StackedNetwork), f"no autograd; {what} fill a core, not several")
         if cores > 1 and not (draws(module) if trial is None else trial.draws or trial.alone):
-            return noted(Threaded(setting, cores), "convolutions fill a core, not several")
-        return noted(Sequential(setting), "convolutions on a CPU gain nothing from stacking")
+            return noted(Threaded(setting, cores), f"{what} fill a core, not several")
+        return noted(Sequential(setting), f"{what} on a CPU gain nothing from stacking")
     return together(setting, options, trial) or noted(
         Sequential(setting), "the network does not train the same in a batch of clients"
     )
@@ -121,6 +123,12 @@ def written(setting: Setting, trial: Trial | None) -> bool:
     """Is the network made of written-out layers, and of nothing else?"""
     tried = trial is None or (not trial.random and trial.passed(stacked.StackedNetwork, padded=True))
     return tried and setting.graph is not None
+
+
+def fills_a_core(module: nn.Module) -> str:
+    """The layers of a module, if it has such, of which one small batch is enough work for a core; "" if not."""
+    kinds = {RECURRENT: nn.RNNBase | LSTM, "convolutions": nn.Conv2d, "attention": CausalAttention}
+    return next((name for name, kind in kinds.items() if any(isinstance(part, kind) for part in module.modules())), "")
 
 
 def convolves(module: nn.Module) -> bool:

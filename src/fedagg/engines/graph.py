@@ -14,6 +14,8 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
+from fedagg.models.text import LSTM, CausalAttention, Last, Positions
+
 
 class Sum(nn.Module):
     """Stands for an addition in the graph."""
@@ -37,6 +39,7 @@ class Node:
 FUNCTIONS: dict[Any, type[nn.Module]] = {
     functional.relu: nn.ReLU, torch.relu: nn.ReLU, operator.add: Sum, torch.add: Sum, torch.cat: Join, torch.flatten: nn.Flatten
 }  # fmt: skip
+OURS = (LSTM, CausalAttention, Last, Positions)
 METHODS: dict[Any, type[nn.Module]] = {"relu": nn.ReLU, "add": Sum, "flatten": nn.Flatten}
 
 
@@ -107,6 +110,9 @@ class Watchful(fx.Tracer):
             raise ValueError("a part of the network runs under a switch")
         return super().create_node(*args, **kwargs)
 
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return type(m) in OURS or super().is_leaf_module(m, module_qualified_name)
+
 
 def lone(found: fx.Node, module: nn.Module) -> bool:
     """Does one layer alone look at this value, or at what is only another look at the same memory?"""
@@ -150,12 +156,22 @@ def fits(node: Node, axes: int) -> bool:
     if len(kinds) != 1:
         return False
     if kind is nn.Linear:
-        flat, node.rows = node.axes == 1, True
+        flat, node.rows = node.axes == 1 or (node.axes == 2 and node.rows), True
         return flat
+    if isinstance(layer, nn.Embedding):
+        tokens, node.axes, node.rows = node.axes == 1 and not node.rows, 2, True
+        odd = layer.padding_idx is not None or layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse
+        return kind is nn.Embedding and tokens and not odd
+    if kind in OURS:
+        text, node.axes = node.axes == 2 and node.rows, 1 if kind is Last else node.axes
+        return text
+    if isinstance(layer, nn.LayerNorm):
+        whole = len(layer.normalized_shape) == 1 and layer.elementwise_affine and layer.bias is not None
+        return kind is nn.LayerNorm and node.rows and whole
     if isinstance(layer, nn.Flatten):
         flat, node.axes, node.rows = not node.rows, 1, True
         return flat and layer.start_dim == 1 and layer.end_dim == -1
-    if kind in (nn.ReLU, nn.Dropout, nn.Identity):
+    if kind in (nn.ReLU, nn.GELU, nn.Dropout, nn.Identity):
         return True
     return node.axes == 3 and plain(layer)
 
@@ -169,6 +185,8 @@ def plain(layer: nn.Module) -> bool:
         return kind is nn.Conv2d and even and layer.groups == 1 and pair(layer.dilation) == [1, 1] and layer.padding_mode == "zeros"
     if isinstance(layer, nn.BatchNorm2d):
         return kind is nn.BatchNorm2d and layer.affine and layer.track_running_stats and bool(layer.momentum)
+    if isinstance(layer, nn.GroupNorm):
+        return kind is nn.GroupNorm and layer.affine
     if isinstance(layer, nn.AdaptiveAvgPool2d):
         return layer.output_size in (1, (1, 1))
     if isinstance(layer, nn.AvgPool2d):

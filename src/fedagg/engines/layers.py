@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fedagg.engines.conv import Convolution, Pointwise
 from fedagg.engines.graph import pair
+from fedagg.engines.sequence import Shift
 
 aten = torch.ops.aten
 # With oneDNN and without MKL (Linux on Arm) a small product with a transposed operand takes thrice as long as turning it first.
@@ -56,18 +57,27 @@ class Linear:
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() == 2:  # flat samples, which no layer has put in rows by client yet
             x = x.reshape(len(self.w), -1, x.shape[1])
+        if x.dim() == 4:  # positions of a text: as many samples
+            return self.product(x.flatten(1, 2), few=False).reshape(*x.shape[:3], -1)
+        return self.product(x)
+
+    def product(self, x: Tensor, few: bool = True) -> Tensor:
         self.x = x
         w = self.w.transpose(1, 2)
         if self.half:
             y = torch.bmm(x.bfloat16(), w.bfloat16()).float()
             return y if self.b is None else y.add_(self.b[:, None])
-        if x.is_cpu:  # with the samples innermost, a few outputs a sample are long rows: twice as fast, and the loss likewise
+        if (
+            x.is_cpu and few
+        ):  # with the samples innermost, a few outputs a sample are long rows: twice as fast, and the loss likewise
             turned = x.transpose(1, 2)
             y = torch.bmm(self.w, turned.contiguous() if TURN_FIRST and self.w[0].numel() < SMALL else turned)
             return (y if self.b is None else y.add_(self.b[..., None])).transpose(1, 2)
         return torch.bmm(x, w) if self.b is None else torch.baddbmm(self.b[:, None], x, w)
 
     def backward(self, dy: Tensor, need: bool) -> Tensor:
+        if dy.dim() == 4:
+            return self.backward(dy.flatten(1, 2), need).reshape(*dy.shape[:3], -1)
         if self.db is not None:
             torch.sum(dy, 1, out=self.db)
         if self.half:
@@ -273,6 +283,38 @@ class BatchNorm:
         return torch.addcmul(common, rows, gain.view(n, 1, channels, 1, 1), out=common).view(dy.shape)
 
 
+class GroupNorm:
+    """Every sample by itself, so there is no padding to leave out."""
+
+    def __init__(self, module: nn.GroupNorm, w: Tensor, b: Tensor, dw: Tensor, db: Tensor) -> None:
+        self.w, self.b, self.dw, self.db, self.groups, self.eps = w, b, dw, db, module.num_groups, module.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.x = x = packed(x)
+        self.sizes = len(x), x.shape[1], x.shape[2] * x.shape[3], self.groups
+        normed, self.mean, self.scale = aten.native_group_norm(x, None, None, *self.sizes, self.eps)
+        self.normed = packed(normed)
+        w, b = (self.by_sample(part) for part in (self.w, self.b))
+        return torch.addcmul(b, self.normed, w).to(x.dtype)
+
+    def by_sample(self, part: Tensor) -> Tensor:
+        """(n, C) as (n·B, C, 1, 1)."""
+        return part.repeat_interleave(self.sizes[0] // len(part), 0)[..., None, None]
+
+    def backward(self, dy: Tensor, need: bool) -> Tensor:
+        n, (count, channels, _, _) = len(self.w), self.sizes
+        dy = packed(dy)
+        torch.sum(dy.sum((2, 3)).view(n, count // n, channels), 1, out=self.db)
+        torch.sum(self.normed.mul_(dy).sum((2, 3)).view(n, count // n, channels), 1, out=self.dw)
+        if not need:
+            return dy
+        dy = dy * self.by_sample(self.w)
+        dx, _, _ = aten.native_group_norm_backward(
+            dy.to(self.x.dtype), self.x, self.mean, self.scale, None, *self.sizes, [True, False, False]
+        )
+        return packed(dx)
+
+
 class Dropout:
     """Every client and sample draws its own mask."""
 
@@ -301,7 +343,7 @@ class Place:
 
     @property
     def trained(self) -> bool:
-        return isinstance(self.layer, Linear | Conv | BatchNorm)
+        return hasattr(self.layer, "dw")
 
     @property
     def back(self) -> bool:
@@ -324,4 +366,4 @@ def spare(place: Place | None, count: Counter[Place | None]) -> bool:
 
 def fresh(layer: Layer, own: bool) -> bool:
     """Is the gradient that a layer sends down in memory that nobody else looks at, if the one that it got is?"""
-    return not isinstance(layer, Add) and (own or not isinstance(layer, Concatenate | Flatten))
+    return not isinstance(layer, Add) and (own or not isinstance(layer, Concatenate | Flatten | Shift))

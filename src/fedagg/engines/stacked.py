@@ -23,6 +23,7 @@ from fedagg.engines.layers import (
     Conv,
     Dropout,
     Flatten,
+    GroupNorm,
     Layer,
     Linear,
     MaxPool,
@@ -33,6 +34,8 @@ from fedagg.engines.layers import (
     spare,
     users,
 )
+from fedagg.engines.sequence import GELU, Attention, Embed, LastOne, LayerNorm, Recurrent, Shift
+from fedagg.models.text import LSTM, CausalAttention, Last, Positions
 from fedagg.work import cross_entropy
 
 
@@ -108,6 +111,21 @@ class StackedNetwork:
             names = ("running_mean", "running_var", "num_batches_tracked")
             both = (w[f"{name}.weight"], w[f"{name}.bias"], g[f"{name}.weight"], g[f"{name}.bias"])
             return BatchNorm(module, *both, *(kept[f"{name}.{which}"] for which in names))
+        if isinstance(module, nn.LayerNorm | nn.GroupNorm):
+            both = (w[f"{name}.weight"], w[f"{name}.bias"], g[f"{name}.weight"], g[f"{name}.bias"])
+            return LayerNorm(module, *both) if isinstance(module, nn.LayerNorm) else GroupNorm(module, *both)
+        if isinstance(module, nn.Embedding | Positions):
+            return (Embed if isinstance(module, nn.Embedding) else Shift)(w[f"{name}.weight"], g[f"{name}.weight"])
+        if isinstance(module, LSTM):
+            stack = [[f"{name}.{part}" for part in module.names(layer)] for layer in range(module.layers)]
+            weights, grads = ([[which[part] for part in layer] for layer in stack] for which in (w, g))
+            return Recurrent(module, weights, grads, self.setting.half)
+        if isinstance(module, CausalAttention):
+            return Attention(module, self.setting.half)
+        if isinstance(module, Last):
+            return LastOne()
+        if isinstance(module, nn.GELU):
+            return GELU(module)
         if isinstance(module, nn.Flatten):
             return Flatten(self.n)
         if isinstance(module, nn.ReLU):

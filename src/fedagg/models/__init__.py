@@ -1,6 +1,7 @@
-"""The networks of the paper's experiments, sized for 28×28 and 32×32 images."""
+"""The networks that are known by name: those of the paper's experiments, and a few more that federated papers use."""
 
 from fedagg.models.heads import has_body, head, head_parameters
 from fedagg.models.registry import ARCHITECTURES, PUBLISHED, build, names, register
+from fedagg.models.text import LSTM
 
-__all__ = ["ARCHITECTURES", "PUBLISHED", "build", "has_body", "head", "head_parameters", "names", "register"]
+__all__ = ["ARCHITECTURES", "LSTM", "PUBLISHED", "build", "has_body", "head", "head_parameters", "names", "register"]

@@ -17,8 +17,10 @@ from fedagg.models.googlenet import googlenet
 from fedagg.models.layers import NORMS
 from fedagg.models.lenet5 import lenet5
 from fedagg.models.linear import linear
+from fedagg.models.mlp import mlp
 from fedagg.models.mnist_cnn import mnist_cnn
 from fedagg.models.resnet import resnet18
+from fedagg.models.text import char_lstm, char_transformer
 from fedagg.models.vgg import vgg11
 from fedagg.registry import Registry
 
@@ -33,6 +35,7 @@ class Architecture:
     norms: tuple[str, ...] = ()
     dropout: float | None = None
     any_shape: bool = False
+    text: bool = False  # samples are rows of token ids, and classes the vocabulary
 
 
 class Networks(Registry[Architecture]):
@@ -44,14 +47,18 @@ class Networks(Registry[Architecture]):
 
 PUBLISHED = {
     "linear": Architecture(linear, any_shape=True),
+    "mlp": Architecture(mlp, any_shape=True),
     "mnist-cnn": Architecture(mnist_cnn),
     "cifar10-cnn": Architecture(cifar10_cnn, dropout=0.5),
     "lenet5": Architecture(lenet5),
     "alexnet": Architecture(alexnet, norms=("none", "batch", "group"), dropout=0.5),
     "vgg11": Architecture(vgg11, norms=("none", "batch", "group")),
     "resnet18": Architecture(resnet18, norms=("batch", "group")),
+    "resnet18-gn": Architecture(resnet18, norms=("group",)),
     "googlenet": Architecture(googlenet, norms=("batch", "group")),
     "densenet121": Architecture(densenet121, norms=("batch", "group")),
+    "char-lstm": Architecture(char_lstm, text=True),
+    "char-transformer": Architecture(char_transformer, text=True),
 }
 
 ARCHITECTURES = Networks("model", "fedagg.models", PUBLISHED)
@@ -71,24 +78,29 @@ def build(
     norm: str | None = None,
     dropout: float | None = None,
     seed: int = 0,
+    tokens: bool = False,
 ) -> nn.Module:
     """Build a model on the CPU, its initial weights a function of `seed` alone.
 
     Args:
         name: one of `names()`.
-        shape: of one sample, e.g. `(1, 28, 28)`: any number of channels, 28×28 or 32×32 pixels; `linear` takes any shape.
-        classes: number of outputs.
+        shape: of one sample, e.g. `(1, 28, 28)`: any number of channels, 28×28 or 32×32 pixels; `linear` and `mlp` take any shape,
+            `char-lstm` and `char-transformer` the length of a row of token ids, `(80,)`.
+        classes: number of outputs, and of tokens.
         norm: "batch", "group" or, for alexnet and vgg11, "none". None is the architecture's default. Ignored by architectures
             without normalisation.
         dropout: probability of dropping a unit, for cifar10-cnn and alexnet. None is the architecture's default, 0.5.
         seed: of the initial weights. No random state outside this call is read or changed.
+        tokens: models of text say at every position what comes next, (B, T, classes), and not only after the last one.
     """
     architecture = ARCHITECTURES.find(name)
     dims = tuple(shape)
     _check_shape(name, dims, architecture)
     if classes < 1:
         raise SettingError("classes", classes, "a model needs at least 1")
-    options = _norm_option(name, norm, architecture) | _dropout_option(name, dropout, architecture)
+    options: dict[str, object] = {**_norm_option(name, norm, architecture), **_dropout_option(name, dropout, architecture)}
+    if architecture.text:
+        options["tokens"] = tokens
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         # Not torch.manual_seed: that would reseed every accelerator too, which the fork does not restore.
         torch.default_generator.manual_seed(seed)
@@ -102,6 +114,9 @@ def _check_shape(name: str, shape: tuple[int, ...], architecture: Architecture) 
     if architecture.any_shape:
         if math.prod(shape) < 1:
             raise SettingError("model", name, f"shape {shape} holds no values; give a sample shape such as (1, 28, 28)")
+    elif architecture.text:
+        if len(shape) != 1 or shape[0] < 1:
+            raise SettingError("model", name, f"shape {shape} does not fit; it reads rows of token ids, samples of shape (length,)")
     elif len(shape) != 3 or shape[0] < 1 or shape[1] != shape[2] or shape[1] not in SIDES:
         fix = "use (channels, 28, 28) or (channels, 32, 32), or model 'linear', which takes any shape"
         if len(shape) == 3 and shape[0] == shape[1] in SIDES:

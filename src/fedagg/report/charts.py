@@ -3,39 +3,43 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from fedagg import federation, runs
+from fedagg.config import Config
 from fedagg.errors import FedaggError
-from fedagg.report.content import FIGURES, PROGRESS, Column, Content, Entry, Group, Series
+from fedagg.report.content import FIGURES, PROGRESS, Column, Content, Entry, Group, Series, labels
 from fedagg.reproduce.running import data_of
 from fedagg.runs import Run
 
 MOST_CLIENTS = 200  # rows of a heat map: more cannot be told apart on a screen
 MOST_MAPS = 12  # rate maps and partitions in one page
+MOST_CAUSES = 7  # for being left out, that have a colour of their own
 
 
 def build(content: Content) -> dict[str, Any]:
     """Everything that the page's script draws."""
+    known = [trial.run for trial in content.trials if trial.run is not None]
     return {
         "progress": {key: label for key, (label, _) in PROGRESS.items()},
         "groups": [group(each) for each in content.groups],
-        "rates": [rates(run) for run in adaptive_first(t.run for t in content.trials if t.run is not None)][:MOST_MAPS],
+        "rates": [rates(run) for run in adaptive_first(known)[:MOST_MAPS]],
+        "left_out": [missing(run) for run in known if has_missing(run)][:MOST_MAPS],
         "partitions": partitions(content.trials),
     }
 
 
 def group(each: Group) -> dict[str, Any]:
-    configs, metric = [trial.config for trial in each.trials], each.metric
-    names = {
-        "accuracy": f"{runs.measured(metric.label, configs)}{metric.unit}",
-        "loss": runs.measured("loss", configs),
-        "train_loss": "training loss",
-        "drift": "mean distance a client moved",
-        "rate": "mean learning rate",
-    }
-    lines = [series(one) for one in each.series.values()]
+    names = labels(each)
+    seen: Counter[str] = Counter()
+    lines = []
+    for one in each.series.values():
+        # What a line is known by stays as a run goes on, and so does what the reader did with it.
+        lines.append(series(one) | {"uid": f"{one.settings} {seen[one.settings]}"})
+        seen[one.settings] += 1
     texts = {figure: describe(label, figure, lines) for figure, label in names.items()}
     return {"name": each.name, "names": names, "series": lines, "texts": texts}
 
@@ -122,6 +126,27 @@ def made(row: dict[str, Any]) -> list[list[float]]:
     return [own[: did.get(str(client))] for client, own in zip(row["clients"], row["rates"], strict=True)]
 
 
+def has_missing(run: Run) -> bool:
+    return any(row.get("left_out") for row in run.clients)
+
+
+def missing(run: Run) -> dict[str, Any]:
+    """How many clients were left out of each round, by cause."""
+    causes = Counter(cause for row in run.clients for cause in row.get("left_out", {}).values())
+    named = [cause for cause, _ in causes.most_common(MOST_CAUSES)]
+    counts: dict[str, list[int]] = {cause: [0] * len(run.clients) for cause in named}
+    for number, row in enumerate(run.clients):
+        for cause in row.get("left_out", {}).values():
+            counts.setdefault(cause if cause in named else "other causes", [0] * len(run.clients))[number] += 1
+    told = "; ".join(f"{cause} {sum(values)} times" for cause, values in counts.items())
+    return {
+        "name": run.name,
+        "rounds": [row["round"] for row in run.clients],
+        "counts": counts,
+        "text": f"Bar chart of the clients left out of each of {len(run.clients)} rounds in {run.name}, by cause: {told}.",
+    }
+
+
 def average(row: dict[str, Any]) -> float:
     values: list[float] = [rate for own in row["rates"] for rate in own]
     return sum(values) / len(values)
@@ -129,31 +154,33 @@ def average(row: dict[str, Any]) -> float:
 
 def partitions(trials: Sequence[Entry]) -> list[dict[str, Any]]:
     """Who holds which labels, for every split in the report whose data is on this machine."""
-    from fedagg.theory.heterogeneity import METRICS, distances, label_counts
-
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    first: dict[tuple[Any, ...], Config] = {}
     for trial in trials:
         c = trial.config
-        key = (c.dataset, runs.split(c), c.clients, c.validation)
-        if key in found or len(found) == MOST_MAPS:
-            continue
-        try:
-            given = data_of(c).of_task(c.task).held_back(c.validation, c.seed)
-            if given.task != "classification":
-                continue
-            counts = label_counts(given.y_train.numpy(), federation.deal(c, given), given.classes)
-        except FedaggError:
-            continue  # data or split given from Python, or not on this machine
-        apart = distances(counts)
-        words = (c.dataset, runs.split(c), f"{c.clients} clients", f"seed {c.seed}", runs.held_back(c))
-        name = ", ".join(filter(None, words))
-        shown = counts[:MOST_CLIENTS]
-        figures = ", ".join(f"{METRICS[metric]} {apart.mean(metric):.3g}" for metric in METRICS)
-        found[key] = {
-            "name": name,
-            "table": shown.T.tolist(),
-            "text": f"Heat map of samples by label and client for {name}: from {counts.min()} to {counts.max()} "
-            f"samples a cell, {apart.sizes.min()} to {apart.sizes.max()} a client. "
-            f"Mean distance from everybody's mix: {figures}.",
-        }
-    return list(found.values())
+        first.setdefault((c.dataset, runs.split(c), c.clients, c.validation), c)
+    return [found for c in list(first.values())[:MOST_MAPS] if (found := partition(c)) is not None]
+
+
+@lru_cache(MOST_MAPS)  # a page that follows a run is made again and again
+def partition(c: Config) -> dict[str, Any] | None:
+    from fedagg.theory.heterogeneity import METRICS, distances, label_counts
+
+    try:
+        given = data_of(c).of_task(c.task).held_back(c.validation, c.seed)
+        if given.task != "classification":
+            return None
+        counts = label_counts(given.y_train.numpy(), federation.deal(c, given), given.classes)
+    except FedaggError:
+        return None  # data or split given from Python, or not on this machine
+    apart = distances(counts)
+    words = (c.dataset, runs.split(c), f"{c.clients} clients", f"seed {c.seed}", runs.held_back(c))
+    name = ", ".join(filter(None, words))
+    shown = counts[:MOST_CLIENTS]
+    figures = ", ".join(f"{METRICS[metric]} {apart.mean(metric):.3g}" for metric in METRICS)
+    return {
+        "name": name,
+        "table": shown.T.tolist(),
+        "text": f"Heat map of samples by label and client for {name}: from {counts.min()} to {counts.max()} "
+        f"samples a cell, {apart.sizes.min()} to {apart.sizes.max()} a client. "
+        f"Mean distance from everybody's mix: {figures}.",
+    }

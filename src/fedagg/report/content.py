@@ -20,10 +20,22 @@ from fedagg.measure import ACCURACY, CLIENTS, Measure
 from fedagg.reproduce.formats import name as method_name
 from fedagg.reproduce.results import Measured, Store
 from fedagg.runs import Run
+from fedagg.scores import Score, sheet, standings
+from fedagg.sheets import Sheet
 from fedagg.work import cross_entropy
 
 Column = list[float | None]
-FIGURES = ("accuracy", "loss", "train_loss", "drift", "drift_max", "rate")
+# The figures of a round that have a chart, and what it is called; `labels` has the names of the first two.
+FIGURES = {
+    "accuracy": "",
+    "loss": "",
+    "train_loss": "training loss",
+    "rate": "mean learning rate",
+    "pace": "pace of the federation",
+    "own_share": "λ, the own gradient's share",
+    "drift": "mean distance a client moved",
+    "epsilon": "privacy spent (ε)",
+}
 # What a reader can count progress by, and the columns of the record that add up to it.
 PROGRESS = {
     "rounds": ("round", ()),
@@ -31,6 +43,7 @@ PROGRESS = {
     "bytes": ("bytes sent", ("bytes_up", "bytes_down")),
     "seconds": ("seconds", ("seconds",)),
 }
+SPENT = [column for _, columns in PROGRESS.values() for column in columns]
 
 
 @dataclass(frozen=True)
@@ -40,7 +53,7 @@ class Entry:
     config: Config
     rounds: int
     columns: dict[str, Column]
-    accuracy: float
+    score: float
     best: float
     loss: float
     environment: dict[str, Any]
@@ -76,6 +89,7 @@ class Series:
     """One method in one setting, over its seeds. `repeats` ran a seed again that is among the trials, and do not count."""
 
     name: str
+    settings: str  # the name without how far the runs are
     trials: list[Entry] = field(default_factory=list)
     repeats: list[Entry] = field(default_factory=list)
 
@@ -100,6 +114,13 @@ class Series:
             return None
         return [self.mean(values)[0] for values in zip(*(one for one in spent if one is not None), strict=False)]
 
+    def scores(self) -> list[Score]:
+        seconds = [trial.total("seconds") for trial in self.trials]
+        spent = [math.nan if value is None else value for value in seconds]
+        return [
+            Score.of(t, t.config.seed, t.columns["accuracy"], t.columns, took) for t, took in zip(self.trials, spent, strict=True)
+        ]
+
 
 @dataclass
 class Group:
@@ -118,6 +139,13 @@ class Group:
         return self.trials[0].metric
 
 
+def labels(group: Group) -> dict[str, str]:
+    """What the charts of a setting call their figures: the first two by the data that its runs are scored on."""
+    configs, metric = [trial.config for trial in group.trials], group.metric
+    score = f"{runs.measured(metric.label, configs)}{metric.unit}"
+    return FIGURES | {"accuracy": score, "loss": runs.measured("loss", configs)}
+
+
 @dataclass
 class Content:
     title: str
@@ -125,29 +153,59 @@ class Content:
     trials: list[Entry]
     store: Store | None = None
     notes: list[str] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)  # those without a finished round included
+
+
+class Reader:
+    """Reads run folders and results folders, once."""
+
+    def run(self, folder: Path) -> Run:
+        return runs.load(folder)
+
+    def store(self, path: Path) -> Store:
+        return Store(path)
+
+    def unfinished(self, path: Path) -> list[Path]:
+        """The runs of a results folder's unfinished cells that are to be shown."""
+        return []
 
 
 def gather(paths: Sequence[Path]) -> Content:
     """From run folders, folders of runs, or one results folder."""
+    for path in paths:
+        if not Store(path).files() and not runs.find(path):
+            raise SettingError("what", str(path), "holds no run and no results; give a run folder or a results folder")
+    found = look(paths, Reader())
+    if not found.trials:
+        raise runs.no_round(paths)
+    return found
+
+
+def look(paths: Sequence[Path], reader: Reader) -> Content:
+    """What there is by now."""
     trials: list[Entry] = []
     folders: list[Path] = []
     store: Store | None = None
     for path in paths:
-        if Store(path).files():
+        if (found := reader.store(path)).files():
             if store is not None:
                 raise SettingError("what", str(path), "one results folder a report; give the others a report of their own")
-            store = Store(path)
+            store = found
             trials += [from_cell(cell) for cell in store.all()]
-        elif found := runs.find(path):
-            folders += found
         else:
-            raise SettingError("what", str(path), "holds no run and no results; give a run folder or a results folder")
-    trials += [from_run(run) for run in runs.load_all(folders)]
+            folders += runs.find(path)
+        folders += reader.unfinished(path)
+    known = runs.load_all(folders, reader.run)
+    trials += [from_run(run) for run in known]
     begun = [trial for trial in trials if trial.rounds]
-    if not begun:
-        raise runs.no_round(paths)
     title, groups = ", ".join(path.name or str(path.resolve()) for path in paths), grouped(begun)
-    return Content(title, groups, begun, store, left_out(trials, groups))
+    return Content(title, groups, begun, store, left_out(trials, groups), known)
+
+
+def table(content: Content, target: float | None = None) -> Sheet:
+    """What the runs came to, a row for every method of every setting."""
+    lines = {group.name: standings({n: one.scores() for n, one in group.series.items()}, target) for group in content.groups}
+    return sheet(lines, content.groups[0].name if len(lines) == 1 else content.title, content.notes, "method")
 
 
 def left_out(trials: Sequence[Entry], groups: Sequence[Group]) -> list[str]:
@@ -174,8 +232,9 @@ def grouped(trials: Sequence[Entry]) -> list[Group]:
         differ = runs.differing(details)
         for trial, own in zip(same, details, strict=True):
             so_far = [] if trial.finished else [f"({trial.rounds} of {trial.config.rounds} rounds)"]
-            name = " ".join([method_name(method), *(f"{k} {own[k]}" for k in differ), *so_far])
-            series = groups[where].series.setdefault(name, Series(name))
+            words = " ".join([method_name(method), *(f"{k} {own[k]}" for k in differ)])
+            name = " ".join([words, *so_far])
+            series = groups[where].series.setdefault(name, Series(name, words))
             repeat = any(other.config.seed == trial.config.seed for other in series.trials)
             (series.repeats if repeat else series.trials).append(trial)
     for group in groups.values():  # FedAgg first, so that it has the same colour everywhere
@@ -215,17 +274,14 @@ def given(trial: Entry) -> str:
 
 
 def from_cell(cell: Measured) -> Entry:
-    names = ("loss", "train_loss", "drift", "rate", "samples", "bytes_up", "bytes_down", "seconds")
-    columns = {"accuracy": cell.column(cell.measure.key)} | {name: cell.column(name) for name in names}
-    columns["drift_max"] = [None] * cell.rounds
+    columns = {name: cell.column(name) for name in (*FIGURES, *SPENT)} | {"accuracy": cell.column(cell.metric.key)}
     known = make(cell.config, recorded=True)
     figures = (cell.score, cell.best, cell.loss)
-    return Entry(known, cell.rounds, columns, *figures, cell.environment, None, cell.measure, fared(cell.figures))
+    return Entry(known, cell.rounds, columns, *figures, cell.environment, None, cell.metric, fared(cell.figures))
 
 
 def from_run(run: Run) -> Entry:
-    names = ("loss", "train_loss", "drift", "drift_max", "samples", "bytes_up", "bytes_down", "seconds")
-    columns: dict[str, Column] = {name: [row.get(name) for row in run.history] for name in names}
+    columns: dict[str, Column] = {name: [row.get(name) for row in run.history] for name in (*FIGURES, *SPENT)}
     columns["accuracy"] = [row.get(run.metric.key) for row in run.history]
     columns["rate"] = [mean(row.get("rate_mean")) for row in run.history]
     scored = [value for value in columns["accuracy"] if value is not None]

@@ -11,12 +11,14 @@ import fedagg
 from fedagg import files
 from fedagg.errors import SettingError, need
 from fedagg.report import charts, tables
-from fedagg.report.content import Content, gather
+from fedagg.report.content import FIGURES, Content, gather
+from fedagg.report.state import status as status_of
 
 HERE = Path(__file__).parent
-Part = tuple[str, str, str]  # key, heading, content
+Part = tuple[str, str, str, str]  # key, heading, words and tables, charts
 # Says it to the browser too: nothing may be fetched, whatever the data holds.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
+LIVE = "connect-src 'self'"  # a page that follows a run asks its server for news
 
 
 def write(paths: list[Path], out: Path) -> Path:
@@ -29,18 +31,20 @@ def write(paths: list[Path], out: Path) -> Path:
     return out
 
 
-def build(content: Content) -> str:
+def build(content: Content, version: int | None = None) -> str:
+    """The page; with a version it is one that asks its server what has changed since."""
     from plotly.offline import get_plotlyjs
 
-    drawn = charts.build(content)
+    drawn, told = charts.build(content), status(content)
     found = parts(content, drawn)
+    live = {} if version is None else {"version": version}
     title = f"fedagg: {content.title}"
     return f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}{"" if version is None else f"; {LIVE}"}">
 <meta name="color-scheme" content="light dark">
 <link rel="icon" href="data:,">
 <title>{escape(title)}</title>
@@ -52,14 +56,15 @@ def build(content: Content) -> str:
 <a class="skip" href="#main">To the content</a>
 <header>
 <h1>{escape(title)}</h1>
-<p>{len(content.trials)} {"run" if len(content.trials) == 1 else "runs"}, {len(content.groups)}
-{"setting" if len(content.groups) == 1 else "settings"}; made by fedagg {escape(fedagg.__version__)}.</p>
-<nav aria-label="Sections">{links(found)}</nav>
+<p id="status" class="{told["word"]}">{escape(told["text"])}</p>
+<ul id="unfinished">{"".join(f"<li>{escape(line)}</li>" for line in told["lines"])}</ul>
+<p id="about">{escape(told["about"])}</p>
+<nav aria-label="Sections">{" ".join(f'<a href="#{key}">{escape(head)}</a>' for key, head, _, _ in found)}</nav>
 </header>
 <main id="main">
-{sections(found)}
+{"".join(map(section, found))}
 </main>
-<script type="application/json" id="data">{as_json(drawn)}</script>
+<script type="application/json" id="data">{as_json(drawn | live)}</script>
 <script>{get_plotlyjs()}</script>
 <script>
 {HERE.joinpath("page.js").read_text(encoding="utf-8")}
@@ -69,38 +74,49 @@ def build(content: Content) -> str:
 """
 
 
-def links(found: list[Part]) -> str:
-    return " ".join(f'<a href="#{key}">{escape(head)}</a>' for key, head, _ in found)
+def pieces(content: Content) -> dict[str, Any]:
+    """All that can change in a page that follows runs, in parts that change by themselves."""
+    drawn = charts.build(content)
+    return drawn | {"sections": [section(part) for part in parts(content, drawn)]}
 
 
-def sections(found: list[Part]) -> str:
-    return "\n".join(
-        f'<section id="{key}" aria-labelledby="{key}-head"><h2 id="{key}-head">{escape(head)}</h2>\n{body}\n</section>'
-        for key, head, body in found
+def status(content: Content) -> dict[str, Any]:
+    """How far the runs are, and what the page is made of."""
+    settings = f"{len(content.groups)} {'setting' if len(content.groups) == 1 else 'settings'}"
+    about = f"{len(content.trials)} {'run' if len(content.trials) == 1 else 'runs'}, {settings}; fedagg {fedagg.__version__}."
+    cells_only = {"word": "finished", "text": "", "lines": []}
+    return (status_of(content.runs) if content.runs or not content.trials else cells_only) | {"about": about}
+
+
+def section(part: Part) -> str:
+    key, head, words, charts = part
+    return (
+        f'<section id="{key}" aria-labelledby="{key}-head"><h2 id="{key}-head">{escape(head)}</h2>\n'
+        f'<div class="words">{words}</div>\n{charts}</section>\n'
     )
 
 
 def parts(content: Content, drawn: dict[str, Any]) -> list[Part]:
-    """The sections that there is something to show for."""
-    found = [("results", "Results", tables.results(content) + "".join(f"<p>{escape(note)}</p>" for note in content.notes))]
+    """The sections that there is something to show for. The page's script fills the menus."""
+    if not content.trials:
+        return []
+    notes = "".join(f"<p>{escape(note)}</p>" for note in content.notes)
+    found = [("results", "Results", tables.results(content) + notes, "")]
     if content.store is not None:
-        found += [(name, f"Beside the paper: {title}", body) for name, title, body in tables.beside_paper(content.store)]
-    groups = chooser("group", "setting", [group["name"] for group in drawn["groups"]])
-    against = chooser("progress", "against", list(drawn["progress"].values()), list(drawn["progress"]))
-    curves = "".join(figure(f"chart-{name}") for name in ("accuracy", "loss", "train_loss", "rate", "drift"))
-    found.append(("curves", "Curves", f'<p class="choose">{groups} {against}</p><div class="charts">{curves}</div>'))
+        found += [(name, f"Beside the paper: {title}", body, "") for name, title, body in tables.beside_paper(content.store)]
+    buttons = " ".join(f'<button type="button" id="save-{form}">{form.upper()}</button>' for form in ("csv", "json"))
+    save = f'<p class="choose">Save the numbers of all curves as {buttons}</p>'
+    found.append(("curves", "Curves", "", menus(group="setting", progress="against") + figures(*FIGURES) + save))
     if drawn["rates"]:
-        names = chooser("rate-run", "run", [one["name"] for one in drawn["rates"]])
-        epoch = '<label>epoch <select id="rate-epoch"></select></label>'
-        maps = figure("chart-rate-map") + figure("chart-rate-bands") + figure("chart-moved-map")
-        body = f'<p class="choose">{names} {epoch}</p><div class="charts">{maps}</div>'
-        found.append(("rates", "Learning rates and drift by client", some(content, drawn["rates"]) + body))
+        maps = menus(rate_run="run", rate_epoch="epoch") + figures("rate-map", "rate-bands", "moved-map")
+        found.append(("rates", "Learning rates and drift by client", some(content, drawn["rates"]), maps))
+    if drawn["left_out"]:
+        bars = menus(left_run="run") + figures("left-out")
+        found.append(("left-out", "Who was left out, and why", tables.left_out(content), bars))
     if drawn["partitions"]:
-        names = chooser("partition", "split", [one["name"] for one in drawn["partitions"]])
-        body = f'<p class="choose">{names}</p><div class="charts">{figure("chart-partition")}</div>'
-        found.append(("partitions", "Who holds which labels", body))
-    found.append(("configuration", "Configuration", tables.configuration(content)))
-    found.append(("environment", "Environment", tables.environment(content)))
+        found.append(("partitions", "Who holds which labels", "", menus(partition="split") + figures("partition")))
+    found.append(("configuration", "Configuration", tables.configuration(content), ""))
+    found.append(("environment", "Environment", tables.environment(content), ""))
     return found
 
 
@@ -110,18 +126,19 @@ def some(content: Content, shown: list[Any]) -> str:
     return f"<p>The first {len(shown)} of {known} runs.</p>" if known > len(shown) else ""
 
 
-def figure(key: str) -> str:
-    """A chart and its text alternative, which the script fills in and screen readers read in its place."""
-    return (
-        f'<figure aria-labelledby="{key}-text"><div class="chart" id="{key}"></div>'
-        f'<figcaption id="{key}-text"></figcaption></figure>'
+def figures(*names: str) -> str:
+    """Charts and their text alternatives, which the script fills in and screen readers read in their place."""
+    drawn = "".join(
+        f'<figure aria-labelledby="chart-{name}-text"><div class="chart" id="chart-{name}"></div>'
+        f'<figcaption id="chart-{name}-text"></figcaption></figure>'
+        for name in names
     )
+    return f'<div class="charts">{drawn}</div>'
 
 
-def chooser(key: str, label: str, names: list[str], values: list[str] | None = None) -> str:
-    given = values or [str(index) for index in range(len(names))]
-    options = "".join(f'<option value="{escape(v)}">{escape(n)}</option>' for v, n in zip(given, names, strict=True))
-    return f'<label>{label} <select id="{key}">{options}</select></label>'
+def menus(**labels: str) -> str:
+    made = (f'<label>{label} <select id="{key.replace("_", "-")}"></select></label>' for key, label in labels.items())
+    return f'<p class="choose">{" ".join(made)}</p>'
 
 
 def as_json(drawn: dict[str, Any]) -> str:

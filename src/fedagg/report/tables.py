@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
@@ -15,6 +16,7 @@ from fedagg.runs import differing
 
 Cell = tuple[str, float | str | None, bool]  # text, what to sort by, whether it is bold
 MOST_ROWS = 30  # of a table that stands open where nobody came for it
+MOST_NAMED = 5  # clients, of those that were left out for the same reason
 
 
 def results(content: Content) -> str:
@@ -30,13 +32,13 @@ def methods(group: Group) -> str:
     by_client = {name: key for name, key in CLIENTS.items() if any(key in trial.by_client for trial in group.trials)}
     judged = [f"{name}{metric.unit}" for name in (metric.label, "best", *by_client)]
     heads = ["method", *judged, "loss", "samples", "MB sent", "seconds", "seeds"]
-    ends = {name: one.mean(t.accuracy for t in one.trials)[0] for name, one in group.series.items() if one.finished}
+    ends = {name: one.mean(t.score for t in one.trials)[0] for name, one in group.series.items() if one.finished}
     top = metric.best(value for value in ends.values() if value is not None)
     scale, digits = metric.scale, 2 if metric.percent else 4
     rows = [
         [
             plain(name),
-            spread(one, [scale * t.accuracy for t in one.trials], digits, bold=name in ends and ends[name] == top),
+            spread(one, [scale * t.score for t in one.trials], digits, bold=name in ends and ends[name] == top),
             spread(one, [scale * t.best for t in one.trials], digits),
             *(spread(one, [scale * t.by_client.get(key, math.nan) for t in one.trials], digits) for key in by_client.values()),
             spread(one, [t.loss for t in one.trials], digits=4),
@@ -82,7 +84,7 @@ def beside_paper(store: Store) -> Iterator[tuple[str, str, str]]:
         for line in lines:
             about = [
                 plain(line.row.label),
-                plain(line.row.distribution),
+                plain(line.split),
                 (formats.clients(line), line.participation, False),
             ]
             held, ranked = line.order
@@ -97,6 +99,29 @@ def measured(line: table.Line, method: str) -> Cell:
     entry = line.entries[method]
     text = " ".join(filter(None, (formats.ours(entry), f"\n{formats.theirs(entry)}" if formats.theirs(entry) else "")))
     return (text, entry.mean if entry.ours else None, method == line.best)
+
+
+def left_out(content: Content) -> str:
+    """Who was left out of rounds, by run and cause; what happened most often comes first."""
+    rows: list[tuple[int, list[Cell]]] = []
+    for run in content.runs:
+        causes: dict[str, Counter[str]] = {}
+        last: dict[str, int] = {}
+        nodes: dict[str, str] = {}
+        for row in run.clients:
+            nodes |= row.get("nodes", {})  # in a real federation
+            for client, cause in row.get("left_out", {}).items():
+                causes.setdefault(cause, Counter())[client] += 1
+                last[cause] = row["round"]
+        for cause, who in causes.items():
+            named = (f"{c}{f' (node {nodes[c]})' if c in nodes else ''} in {often}" for c, often in who.most_common(MOST_NAMED))
+            some = "; ".join(named) + (f"; {len(who) - MOST_NAMED} more" if len(who) > MOST_NAMED else "")
+            counts: list[Cell] = [(str(n), n, False) for n in (len(who), who.total(), last[cause])]
+            rows.append((who.total(), [plain(run.name), plain(cause), *counts, plain(some)]))
+    heads = ["run", "cause", "clients", "times", "last in round", "who, in how many rounds"]
+    rows.sort(key=lambda row: -row[0])
+    more = f" The {MOST_ROWS} most frequent of {len(rows)} causes." if len(rows) > MOST_ROWS else ""
+    return html(f"Clients whose work did not count in a round.{more}", heads, [row for _, row in rows[:MOST_ROWS]])
 
 
 def configuration(content: Content) -> str:
@@ -132,18 +157,22 @@ def environment(content: Content) -> str:
 def html(caption: str, heads: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
     """A table that sorts; a column is text if all of its cells sort as words, else numbers."""
     numbers = [not all(isinstance(row[i][1], str) for row in rows) for i in range(len(heads))]
+    labels = [escape(head, quote=True) for head in heads]
     top = "".join(
         f'<th scope="col"{" class=number" if numbers[i] else ""}><button type="button">{escape(head)}</button></th>'
         for i, head in enumerate(heads)
     )
-    body = "\n".join(f"<tr>{''.join(cell(one, number) for one, number in zip(row, numbers, strict=True))}</tr>" for row in rows)
+    cells = ("".join(cell(*one) for one in zip(row, numbers, labels, strict=True)) for row in rows)
+    body = "\n".join(f"<tr>{row}</tr>" for row in cells)
     return (
         f'<div class="table" tabindex="0" role="region" aria-label="{escape(caption, quote=True)}">'
-        f"<table><caption><span>{escape(caption)}</span></caption><thead><tr>{top}</tr></thead><tbody>\n{body}\n</tbody></table></div>"
+        f"<table{' class=pairs' if len(heads) == 2 else ''}><caption><span>{escape(caption)}</span></caption>"
+        f"<thead><tr>{top}</tr></thead><tbody>\n{body}\n</tbody></table></div>"
     )
 
 
-def cell(one: Cell, number: bool) -> str:
+def cell(one: Cell, number: bool, label: str) -> str:
+    """On a narrow screen the label stands before the value."""
     text, value, bold = one
     shown = "<br>".join(escape(part.strip()) for part in text.split("\n"))
     if bold:
@@ -151,4 +180,4 @@ def cell(one: Cell, number: bool) -> str:
         shown = "<br>".join([f"<strong>{head}</strong>", *rest])
     finite = value is not None and (isinstance(value, str) or math.isfinite(value))
     key = f' data-value="{escape(str(value), quote=True)}"' if finite else ""
-    return f"<td{' class=number' if number else ''}{key}>{shown}</td>"
+    return f'<td{" class=number" if number else ""}{key} data-label="{label}">{shown}</td>'

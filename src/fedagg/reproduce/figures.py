@@ -82,7 +82,7 @@ def bars(spec: Spec, store: Store, rows: Sequence[Row], paths: Sequence[Path], t
     if not lines:
         return []
     nan = float("nan")
-    groups = [f"{line.row.distribution}\n{100 * line.participation:g} %" for line in lines]
+    groups = [f"{line.split}\n{100 * line.participation:g} %" for line in lines]
     heights, spreads, marks = {}, {}, {}
     for method in whole.methods:
         entries = [line.entries[method] for line in lines]

@@ -104,7 +104,7 @@ def text(table: Table, width: int = 120) -> RenderableType:
         for label, lines in groupby(table.lines, key=lambda line: line.row.label):
             for line in lines:
                 cells = [two_lines(line, method) for method in block]
-                grid.add_row(label, line.row.distribution, clients(line), *cells, *([order(line)] if ranked else []))
+                grid.add_row(label, line.split, clients(line), *cells, *([order(line)] if ranked else []))
             grid.add_section()
         parts.append(grid)
     return Group(*parts, *(Text(note, style="dim") for note in table.notes()))
@@ -127,7 +127,7 @@ def markdown(table: Table) -> str:
             entry = line.entries[method]
             value = f"**{ours(entry)}**" if method == line.best else ours(entry)
             cells.append(f"{value}<br><sub>{theirs(entry)}</sub>" if theirs(entry) else value)
-        about = [line.row.label, line.row.distribution, clients(line)]
+        about = [line.row.label, line.split, clients(line)]
         rows.append(f"| {' | '.join([*about, *cells, *([order(line)] if ranked else [])])} |")
     return "\n".join([*rows, "", " ".join(table.notes())]) + "\n"
 
@@ -144,7 +144,7 @@ def latex(table: Table) -> str:
         for line in lines:
             entries = [(m, line.entries[m]) for m in table.methods]
             own = [rf"\textbf{{{tex(ours(e))}}}" if m == line.best else tex(ours(e)) for m, e in entries]
-            about = [tex(x) for x in (label, line.row.distribution, clients(line))]
+            about = [tex(x) for x in (label, line.split, clients(line))]
             rows.append(tex_row([*about, *own, *([order(line)] if ranked else [])]))
             if any(theirs(e) for _, e in entries):
                 below = [rf"{{\footnotesize {tex(theirs(e))}}}" if theirs(e) else "" for _, e in entries]
@@ -169,7 +169,7 @@ def as_csv(table: Table) -> str:
     write.writerow(CSV_COLUMNS)
     for line in table.lines:
         held, ranked = line.order
-        about = (table.name, line.row.name, line.row.label, line.row.distribution, line.participation)
+        about = (table.name, line.row.name, line.row.label, line.split, line.participation)
         for method in table.methods:
             e = line.entries[method]
             figures = [e.mean if e.ours else None, e.std, e.theirs, e.difference]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,12 +12,12 @@ from typing import Any
 
 from fedagg import plugins
 from fedagg.algorithms import REGISTRY
-from fedagg.config import Config, having, options_of, resolve
+from fedagg.config import Config, having, known_method, no_such_option, options_of, resolve
 from fedagg.errors import SettingError, unknown
 
 FOLDER = Path(__file__).resolve().parent.parent / "experiments" / "paper"
-QUICK = FOLDER.parent / "quick.toml"
-KINDS = ("table", "curves", "bars", "partition")
+OURS = ("quick", "table-tuned")  # not of the paper: beside its folder
+KINDS = ("table", "tuned", "curves", "bars", "partition")
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,15 @@ class Row:
     label: str
     distribution: str
     settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the methods of a tuned table get their settings: the points tried for each, as many for all, and on what."""
+
+    grids: dict[str, tuple[dict[str, Any], ...]]
+    validation: float = 0.1
+    seeds: tuple[int, ...] = (5, 6)
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,7 @@ class Spec:
     seeds: int = 3
     rounds_scale: float = 1.0
     overrides: dict[str, Any] = field(default_factory=dict)
+    tuning: Tuning | None = None
 
     def applies(self, row: Row, method: str) -> bool:
         """Whether the method can be run there at all."""
@@ -56,7 +67,7 @@ class Spec:
         """The configuration of one cell."""
         own = {k: v for k, v in (variant or self.variants[0]).items() if k != "name"}
         named = {"algorithm": "fedagg", "variant": "paper"} if method == "fedagg-paper" else {"algorithm": method}
-        given = {**self.settings, **row.settings, **own, **named, "participation": participation, "seed": seed}
+        given = {**self.settings, "participation": participation, **row.settings, **own, **named, "seed": seed}
         config = resolve(self.fit({k: v for k, v in given.items() if k != "preset"}), preset=given.get("preset"))
         rounds = max(1, round(config.rounds * self.rounds_scale))
         return config.changed(rounds=rounds, **self.overrides)
@@ -91,9 +102,9 @@ def names() -> list[str]:
 
 def load(name: str) -> Spec:
     """The specification of that name, or the one in a TOML file of your own."""
-    path = Path(name) if name.endswith(".toml") else QUICK if name == "quick" else FOLDER / f"{name}.toml"
-    if not name.endswith(".toml") and name not in (*names(), "quick"):
-        raise unknown("experiment", name, [*names(), "all", "quick"])
+    path = Path(name) if name.endswith(".toml") else (FOLDER.parent if name in OURS else FOLDER) / f"{name}.toml"
+    if not name.endswith(".toml") and name not in (*names(), *OURS):
+        raise unknown("experiment", name, [*names(), "all", *OURS])
     try:
         text = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -129,7 +140,30 @@ def parse(name: str, text: dict[str, Any]) -> Spec:
         paper=text.get("paper"),
         variants=tuple(text.get("variants", ({"name": ""},))),
         leave_out=tuple(text.get("leave_out", ())),
+        seeds=int(text.get("seeds", 3)),
+        tuning=tuning(text) if text["kind"] == "tuned" else None,
     )
+
+
+def tuning(text: dict[str, Any]) -> Tuning:
+    """The grids of a tuned table. An axis has values of a setting, or tables of several settings that belong together; those in
+    `common` are every method's, unless its own grid has another axis of that name."""
+    grids: dict[str, tuple[dict[str, Any], ...]] = {}
+    for method, own in text["grids"].items():
+        axes = text.get("common", {}) | own
+        choices = [[v if isinstance(v, dict) else {name: v} for v in values] for name, values in axes.items()]
+        points = [{k: v for part in parts for k, v in part.items()} for parts in itertools.product(*choices)]
+        if known_method(method) is None:
+            raise unknown("grids", method, REGISTRY.all())
+        for name in {name for point in points for name in point}:
+            if name not in Config.model_fields and name not in options_of({"algorithm": method}):
+                raise no_such_option(name, axes.get(name), [method], "")
+        grids[method] = tuple(points)
+    sizes = {method: len(points) for method, points in grids.items()}
+    if len(set(sizes.values())) != 1:
+        raise SettingError("grids", sizes, "give every method as many points as the others, or none of them was treated fairly")
+    seeds = tuple(int(seed) for seed in text.get("tuning_seeds", Tuning.seeds))
+    return Tuning(grids, float(text.get("validation", Tuning.validation)), seeds)
 
 
 def narrow(
@@ -141,6 +175,7 @@ def narrow(
     seeds: int | None = None,
     rounds_scale: float = 1.0,
     overrides: dict[str, Any] | None = None,
+    tuning_seeds: Sequence[int] | None = None,
 ) -> Spec:
     """A part of the specification, or a cheaper version of it."""
     chosen = spec.rows
@@ -164,6 +199,7 @@ def narrow(
         seeds=spec.seeds if seeds is None else seeds,
         rounds_scale=rounds_scale,
         overrides=dict(overrides or {}),
+        tuning=spec.tuning if spec.tuning is None or not tuning_seeds else replace(spec.tuning, seeds=tuple(tuning_seeds)),
     )
 
 

@@ -34,7 +34,7 @@ class Measured:
     figures: dict[str, float]
     curve: dict[str, Any]
     environment: dict[str, Any]
-    measure: Measure = ACCURACY  # what score and best are of
+    metric: Measure = ACCURACY  # what score and best are of
 
     @property
     def accuracy(self) -> float:
@@ -175,7 +175,7 @@ def measured(path: Path, name: str, cell: dict[str, Any]) -> Measured:
         figures = {"score": cell[measure.key], "best": cell[f"best_{measure.key}"], "loss": cell["loss"]}
         known: dict[str, Any] = {name: math.nan if value is None else value for name, value in figures.items()}
         rest = {name: value for name, value in cell.items() if name not in (measure.key, f"best_{measure.key}", "loss", "metric")}
-        return Measured(**rest, **known, measure=measure)
+        return Measured(**rest, **known, metric=measure)
     except (TypeError, KeyError) as error:
         raise FedaggError(f"{path}: {name} is not a result of fedagg ({error}); delete its line, and it runs again") from None
 

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -26,12 +26,13 @@ import fedagg
 from fedagg import data, files, plugins
 from fedagg.config import Config
 from fedagg.data import Dataset
-from fedagg.errors import DataError, FedaggError
+from fedagg.errors import DataError, FedaggError, SettingError
 from fedagg.federation import Callback
 from fedagg.reproduce.grid import Cell
 from fedagg.reproduce.results import Store, key
 from fedagg.result import Result
 
+GPU_JOBS = 4
 DIED = "its process died, perhaps for want of memory; fewer --jobs may help"
 
 
@@ -100,15 +101,19 @@ def in_turn(todo: Sequence[Cell], store: Store, stop: Stop, watch: Callable[[Cel
         yield run_cell(cell, store, stop, watch(cell))
 
 
-def at_once(todo: Sequence[Cell], store: Store, stop: Stop, jobs: int) -> Iterator[CellResult]:
-    """In processes; never more cells are handed out than there are processes, so it is known which may have died."""
+Runs = Callable[[Cell, Store, Stop], CellResult]
+
+
+def at_once(todo: Sequence[Cell], store: Store, stop: Stop, jobs: int, runs: Runs | None = None) -> Generator[CellResult]:
+    """In processes; never more cells are handed out than there are processes, so it is known which may have died. `runs` is what is
+    done with a cell there: a function that can be imported."""
     context = multiprocessing.get_context("spawn")
     flag = context.Event()
     left = list(todo)
     running: dict[Future[CellResult], Cell] = {}
 
     def pool() -> ProcessPoolExecutor:
-        arguments = (store.folder, stop.deadline, flag, jobs)
+        arguments = (store.folder, stop.deadline, flag, jobs, runs or run_cell)
         return ProcessPoolExecutor(jobs, mp_context=context, initializer=begin, initargs=arguments)
 
     workers = pool()
@@ -146,19 +151,34 @@ def at_once(todo: Sequence[Cell], store: Store, stop: Stop, jobs: int) -> Iterat
         workers.shutdown()
 
 
-_mine: tuple[Store, Stop]  # of a worker process
+_mine: tuple[Runs, Store, Stop]  # of a worker process
 
 
-def begin(folder: Path, deadline: float | None, flag: Flag, jobs: int) -> None:
+def begin(folder: Path, deadline: float | None, flag: Flag, jobs: int, runs: Runs) -> None:
     """A worker's start: the main process alone listens to Ctrl-C and passes it on."""
     global _mine
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
-    _mine = Store(folder), Stop(deadline, flag)
+    torch.set_num_threads(max(1, cores() // jobs))
+    _mine = runs, Store(folder), Stop(deadline, flag)
 
 
 def work(cell: Cell) -> CellResult:
-    return run_cell(cell, *_mine)
+    runs, store, stop = _mine
+    return runs(cell, store, stop)
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processes(jobs: int | str, total: int) -> int:
+    """How many runs go side by side: a number, or `auto` for one a core. More than a few on one GPU would wait for each other."""
+    if jobs == "auto":
+        return max(1, min(total, cores(), GPU_JOBS if torch.cuda.is_available() else cores()))
+    if not str(jobs).isdecimal() or int(jobs) < 1:
+        raise SettingError("jobs", jobs, "give a number of runs at once, 1 or more, or auto")
+    return int(jobs)
 
 
 def run_cell(cell: Cell, store: Store, stop: Stop, watch: Sequence[Callback] = ()) -> CellResult:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Literal
+from typing import Any, Literal
 
 from fedagg.reproduce import paper
 from fedagg.reproduce.grid import Row, Spec, every_method
@@ -42,6 +42,12 @@ class Line:
     row: Row
     participation: float
     entries: dict[str, Entry]
+    variant: str = ""
+
+    @property
+    def split(self) -> str:
+        """How samples are dealt, and which variant of the specification this is, where it has several."""
+        return ", ".join(filter(None, (self.row.distribution, self.variant)))
 
     @property
     def best(self) -> str | None:
@@ -113,9 +119,10 @@ def build(spec: Spec, store: Store, also: Sequence[str] = ()) -> Table:
     """The table from what is in the results folder; nothing is run. `also` are methods to show where measured."""
     methods = [*spec.methods, *(method for method in also if method not in spec.methods)]
     lines = [
-        Line(row, participation, {m: entry(spec, store, row, m, participation) for m in methods})
+        Line(row, share, {m: entry(spec, store, row, m, share, variant) for m in methods}, variant["name"])
         for row in spec.rows
-        for participation in spec.participation
+        for share in spec.participation
+        for variant in spec.variants
     ]
     measured = {m for line in lines for m, e in line.entries.items() if e.ours}
     shown = [m for m in methods if m in spec.methods or m in measured]
@@ -124,15 +131,16 @@ def build(spec: Spec, store: Store, also: Sequence[str] = ()) -> Table:
         spec.name,
         spec.title,
         tuple(shown),
-        tuple(Line(x.row, x.participation, {m: x.entries[m] for m in shown}) for x in lines),
+        tuple(replace(line, entries={m: line.entries[m] for m in shown}) for line in lines),
         spec.rounds_scale,
     )
 
 
-def entry(spec: Spec, store: Store, row: Row, method: str, participation: float) -> Entry:
-    theirs = paper.accuracy(spec.paper, row.name, participation, method)
+def entry(spec: Spec, store: Store, row: Row, method: str, participation: float, variant: dict[str, Any]) -> Entry:
+    # The paper has one variant: the first one here.
+    theirs = paper.accuracy(spec.paper, row.name, participation, method) if variant is spec.variants[0] else None
     if not spec.applies(row, method):
         return Entry((), theirs, "does not apply")
-    found = [store.get(spec.config(row, method, participation, seed)) for seed in range(spec.seeds)]
+    found = [store.get(spec.config(row, method, participation, seed, variant)) for seed in range(spec.seeds)]
     ours = tuple(100 * cell.accuracy for cell in found if cell is not None)
     return Entry(ours, theirs, "measured" if ours else "not run")

@@ -1,0 +1,382 @@
+"""Comparing methods: every one with the same partition, participants and first weights, over several seeds. The command and
+`fedagg.compare` are this."""
+
+from __future__ import annotations
+
+import io
+import math
+import tempfile
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+import fedagg
+from fedagg import checks, files, plots, plugins, record, runs, scores, sheets, trackers
+from fedagg.config import Config, make, read, resolve_each
+from fedagg.data import Dataset
+from fedagg.errors import FedaggError, MissingError, SettingError, first_line
+from fedagg.federation import Callback, build_model, chosen_data, counted
+from fedagg.formats import check_run
+from fedagg.measure import ACCURACY, Measure
+from fedagg.reproduce import running
+from fedagg.reproduce.grid import Cell
+from fedagg.reproduce.results import Store
+from fedagg.reproduce.running import CellResult, Stop
+from fedagg.result import Result
+from fedagg.scores import Score, Standing
+from fedagg.sheets import Sheet
+from fedagg.tasks import Metric
+from fedagg.work import Loss
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
+
+
+def numbers(metric: Measure) -> tuple[str, ...]:
+    """What a result says of a finished run."""
+    return metric.key, f"best_{metric.key}", "loss", "seconds"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What several methods came to. In a notebook it shows itself as a table and a plot."""
+
+    results: Sequence[Result]
+    target: float | None = None
+    interrupted: bool = False
+
+    @property
+    def groups(self) -> dict[str, list[Result]]:
+        """The results by method, in the order in which the methods were named."""
+        found: dict[str, list[Result]] = {}
+        for result in self.results:
+            found.setdefault(result.config.method, []).append(result)
+        return found
+
+    @property
+    def standings(self) -> list[Standing]:
+        """A line a method: mean and deviation over its seeds, and the difference from the first method, seed by seed. A run
+        that was interrupted does not count."""
+        whole = {method: [score(r) for r in group if not r.interrupted] for method, group in self.groups.items()}
+        return scores.standings(whole, self.target)
+
+    @property
+    def metric(self) -> Measure:
+        """What the methods are judged by."""
+        return self.results[0].metric if self.results else ACCURACY
+
+    @property
+    def title(self) -> str:
+        return task(self.results[0].config, [result.config.seed for result in self.results])
+
+    def sheet(self) -> Sheet:
+        return scores.sheet({"": self.standings}, self.title)
+
+    def table(self, form: str = "markdown") -> str:
+        """The table as markdown, text, latex or csv."""
+        return self.sheet().render(form)
+
+    def figure(self) -> Figure:
+        # A run that was stopped would cut the mean of its method short.
+        whole = {m: [r.history for r in group if not r.interrupted] or [group[0].history] for m, group in self.groups.items()}
+        what = runs.measured(self.metric.label, [r.config for r in self.results])
+        return plots.score_figure(whole, self.title, what, self.metric)
+
+    def plot(self, path: str | Path | None = None) -> Path | Figure:
+        """The curves, one line a method with a band of one deviation: as a file, or without a path as a matplotlib figure."""
+        return self.figure() if path is None else plots.save(self.figure(), Path(path))
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """A row a run: method, seed, final figures, what it cost."""
+        return sheets.frame([self.record(result) for result in self.results])
+
+    def record(self, result: Result) -> dict[str, Any]:
+        one = score(result)
+        row: dict[str, Any] = {"method": result.config.method, "seed": one.seed, self.metric.key: one.value, "best": one.best}
+        row |= {"loss": one.loss, "trainings": one.trainings, "megabytes": (one.sent[-1] if one.sent else math.nan) / 1e6}
+        row |= {"seconds": one.seconds, "interrupted": result.interrupted}
+        if self.target is not None:
+            rounds, sent = one.reached(self.target) or (math.nan, math.nan)
+            row |= {"rounds_to_target": rounds, "megabytes_to_target": sent / 1e6}
+        return row
+
+    def json(self) -> dict[str, Any]:
+        """The object that `--json` prints."""
+        found: dict[str, Any] = {"runs": [result.summary() for result in self.results]}
+        several = any(len(group) > 1 for group in self.groups.values())
+        if several or self.target is not None:
+            found["methods"] = [one.record() for one in self.standings]
+        return found
+
+    def _repr_html_(self) -> str:
+        made, image = self.sheet().html(), io.BytesIO()
+        with suppress(MissingError):
+            self.figure().savefig(image, format="png", dpi=100)
+            made += (
+                f'<img alt="{self.metric.label} over rounds" src="data:image/png;base64,{b64encode(image.getvalue()).decode()}">'
+            )
+        return made
+
+
+def score(result: Result) -> Score:
+    curve = [row.get(result.metric.key) for row in result.history]
+    columns = {name: [row.get(name) for row in result.history] for name in ("loss", "bytes_up", "bytes_down", "passes")}
+    return Score.of(result, result.config.seed, curve, columns, result.seconds)
+
+
+def task(c: Config, seeds: Sequence[int]) -> str:
+    """What the figures are about, in a line."""
+    first, last = min(seeds), max(seeds)
+    which = f"seed {first}" if first == last else f"seeds {first} to {last}"
+    words = f"{c.dataset}, {c.model}, {c.partition}, {c.clients} clients, {100 * c.participation:g} % a round, {which}"
+    return f"{words}, scored on {runs.held_back(c)}" if c.validation else words
+
+
+@dataclass
+class Watch:
+    """What is shown meanwhile. By default nothing is."""
+
+    one: Callable[[str], AbstractContextManager[Sequence[Callback]]] = lambda name: nullcontext(())
+    many: Callable[[list[Cell], int], AbstractContextManager[Callable[[CellResult], None]]] = lambda todo, jobs: nullcontext(
+        lambda ended: None
+    )
+
+
+def compare(
+    methods: str | Iterable[str],
+    *,
+    data: Any = None,
+    model: nn.Module | str | None = None,
+    loss: Loss | None = None,
+    metric: Metric | str | Callable[[Tensor, Tensor], Tensor] | None = None,
+    preset: str | None = None,
+    seeds: int = 1,
+    jobs: int | str = 1,
+    target: float | None = None,
+    track: str = "",
+    out: str | Path | None = None,
+    **settings: Any,
+) -> Comparison:
+    """Run several methods side by side, with the same partition, participants and initial weights.
+
+    Args:
+        methods: names of methods, the first of which the others are compared with.
+        data: your own data in place of a named set, in any form that `fedagg.run` takes.
+        model: a name, or your own module.
+        loss: per-sample loss of (output, target), (B,); the task's by default.
+        metric: what methods are judged by, as `fedagg.run` takes it; the task's by default.
+        preset: the settings to start from.
+        seeds: run every method with so many seeds, from `seed` on.
+        jobs: runs at once, each in a process of its own that gets its share of the cores; `auto` for one a core.
+        target: count the rounds and bytes until the metric was this good; an accuracy as a share.
+        track: follow the runs live, as `--track` does; needs `out`.
+        out: a folder, which gets a run folder for each run; the same call goes on from there. Without one nothing is kept.
+        settings: those of all runs, as `fedagg.run` takes them. An option of a method goes to the methods that have it.
+    """
+    target, folder = scores.check_target(target, data is None and metric is None), checks.path("out", out)
+    if isinstance(model, str):
+        settings["model"], model = model, None
+    if isinstance(metric, str):
+        settings["metric"], metric = metric, None
+    data = checks.samples(data, None, None, settings)
+    settings |= checks.given(data, model, None)
+    names = methods.split(",") if isinstance(methods, str) else list(methods)
+    configs, given = planned(names, settings, None, preset, seeds, data)
+    mine = [word for word, thing in (("data", data), ("model", model)) if thing is not None]
+    mine += [word for word, thing in (("loss", loss), ("metric", metric)) if thing is not None]
+    jobs = running.processes(jobs, len(configs))
+    if jobs > 1 and mine:
+        raise SettingError("jobs", jobs, f"{', '.join(mine)} from Python cannot be handed to other processes; leave it out")
+    if track and folder is None:
+        raise SettingError("track", track, "needs a folder for the runs; give out=...")
+    given_too: dict[str, Any] = {"model": model, "loss": loss, "metric": metric}
+    if folder is None and jobs == 1:
+        for config in once(configs):
+            check(config, given, **given_too)
+        return in_turn(configs, lambda config: fedagg.run(config, data=given, **given_too, progress=False), target)
+    with tempfile.TemporaryDirectory() if folder is None else nullcontext(folder) as place:
+        found = carry_out(configs, Path(place), given, jobs, track, target, Watch(), **given_too)
+        return found if folder is not None else replace(found, results=[replace(one, run=None) for one in found.results])
+
+
+def planned(
+    names: Sequence[str],
+    settings: Mapping[str, Any],
+    file: Path | None,
+    preset: str | None,
+    seeds: int,
+    data: Dataset | None = None,
+) -> tuple[list[Config], Dataset]:
+    """The runs and their data. Seeds come outermost, so that a comparison cut short is a whole one of fewer seeds."""
+    names = [name.strip() for name in names if name.strip()]
+    if not names:
+        raise SettingError("algorithms", "", "name at least one method, e.g. fedagg,fedavg")
+    if seeds < 1:
+        raise SettingError("seeds", seeds, "run every method with at least one")
+    named = resolve_each(names, settings, file, preset)
+    given = data or chosen_data(named[0])
+    first = list({config.method: counted(config, given) for config in named}.values())
+    return [config.changed(seed=config.seed + k) if k else config for k in range(seeds) for config in first], given
+
+
+def once(configs: Sequence[Config]) -> list[Config]:
+    """Every method with its first seed."""
+    found: dict[str, Config] = {}
+    for config in configs:
+        found.setdefault(config.method, config)
+    return list(found.values())
+
+
+def in_turn(configs: Iterable[Config], run: Callable[[Config], Result], target: float | None) -> Comparison:
+    """One run after the other, until one is interrupted."""
+    results: list[Result] = []
+    for config in configs:
+        results.append(run(config))
+        if results[-1].interrupted:
+            break
+    return Comparison(results, target, results[-1].interrupted)
+
+
+def carry_out(
+    configs: Sequence[Config],
+    folder: Path,
+    given: Dataset,
+    jobs: int,
+    track: str,
+    target: float | None,
+    watch: Watch,
+    model: nn.Module | None = None,
+    loss: Loss | None = None,
+    metric: Metric | Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Comparison:
+    """The runs, each in a folder of its own. Those that are finished there are not made again."""
+    if (folder / "config.toml").exists():
+        raise SettingError("out", str(folder), "is the folder of one run; choose another, which gets a folder for each method")
+    several = len(configs) > len(once(configs))
+    places = {config: folder / place(config, several) for config in configs}
+    for config, own in places.items():
+        same(own, config, folder)
+    done = {config: finished(own, given, model) for config, own in places.items()}
+    for config in once(configs):
+        if done[config] is None:
+            check(config, given, model, loss, metric)
+    for name in followed(track):
+        trackers.TRACKERS.find(name)
+    files.folder(folder)
+    # Looked at before anything is run: of several processes under torchrun, the first is soon to write these folders.
+    begun = {config for config, own in places.items() if (own / "config.toml").exists()}
+
+    def run(config: Config) -> Result:
+        if (before := done[config]) is not None:
+            return before
+        own = places[config]
+        new, old = (None, own) if config in begun else (own, None)
+        follow = [trackers.make(name, own) for name in followed(track)]
+        with watch.one(own.name) as callbacks:
+            own_too: dict[str, Any] = {"model": model, "loss": loss, "metric": metric}
+            return fedagg.run(config, data=given, out=new, resume=old, callbacks=[*follow, *callbacks], **own_too, progress=False)
+
+    if jobs == 1:
+        return in_turn(configs, run, target)
+    todo = [Cell(config.dataset, config.method, config) for config in configs if done[config] is None]
+    stop, runs_one = Stop(), partial(in_folder, several=several, track=track)
+    side_by_side = running.at_once(todo, Store(folder), stop, jobs, runs_one)
+    with watch.many(todo, jobs) as tell, running.interruptible(stop), closing(side_by_side):
+        for ended in side_by_side:
+            tell(ended)
+            if ended.status == "failed":
+                raise FedaggError(ended.message)
+    results = [result for config, own in places.items() if (result := done[config] or finished(own, given, model)) is not None]
+    return Comparison(results, target, interrupted=len(results) < len(configs))
+
+
+def followed(track: str | None) -> list[str]:
+    return [name.strip() for name in (track or "").split(",") if name.strip()]
+
+
+def place(config: Config, several: bool) -> str:
+    return f"{config.method}-seed{config.seed}" if several else config.method
+
+
+def in_folder(cell: Cell, store: Store, stop: Stop, several: bool, track: str) -> CellResult:
+    """One of the runs, in a process of its own."""
+    config, folder = cell.config, store.folder / place(cell.config, several)
+    try:
+        plugins.load(config.plugin)
+        begun = (folder / "config.toml").exists()
+        follow = [*(trackers.make(name, folder) for name in followed(track)), stop]
+        given = running.data_of(config)
+        new, old = (None, folder) if begun else (folder, None)
+        result = fedagg.run(config, data=given, out=new, resume=old, callbacks=follow, progress=False)
+    except FedaggError as error:
+        return CellResult(cell, "failed", message=str(error))
+    except Exception as error:  # it has to get to the other process, where not every error can be read
+        why = f"{config.method} seed {config.seed}: {type(error).__name__}: {first_line(error)}"
+        return CellResult(cell, "failed", message=why)
+    return CellResult(cell, "stopped" if result.interrupted else "done", result.seconds, result.metric.shown(result.score))
+
+
+def same(place: Path, config: Config, folder: Path) -> None:
+    """Refuse a folder that holds another run of the method. Where it runs may change, as with `--resume`; its rounds may not."""
+    if not (place / "config.toml").exists():
+        return
+    check_run(place)
+    before, now = make(read(place / "config.toml"), recorded=True).flat(), config.flat()
+    free = record.MAY_CHANGE - {"rounds", "stop_at", "patience"}
+    differs = ", ".join(f"{k} {before.get(k)!r}" for k in before | now if before.get(k) != now.get(k) and k not in free)
+    if differs:
+        raise SettingError("out", str(folder), f"holds a run of {config.method} already, with {differs}; choose another folder")
+
+
+class Ready(Exception):
+    """A run would begin now."""
+
+
+class Stopper:
+    """Ends a run before its first round."""
+
+    def started(self, config: Config, done: int) -> None:
+        raise Ready
+
+    def round_done(self, row: dict[str, Any]) -> None: ...
+
+    def finished(self, result: Result) -> None: ...
+
+
+def check(
+    config: Config,
+    given: Dataset,
+    model: nn.Module | None = None,
+    loss: Loss | None = None,
+    metric: Metric | Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> None:
+    """All that a run checks, up to its first round and without a folder: the last method must not be refused after the first has
+    been trained for hours. One process does it alone, whatever engine the run has."""
+    with suppress(Ready):
+        alone = config.changed(engine="sequential")
+        fedagg.run(alone, data=given, model=model, loss=loss, metric=metric, callbacks=[Stopper()], progress=False)
+
+
+def finished(folder: Path, given: Dataset, model: nn.Module | None = None) -> Result | None:
+    """The result in a run folder, if the run came to its end."""
+    facts = runs.whole(folder / "result.json")
+    if facts.get("interrupted") or not facts:
+        return None
+    run = runs.load(folder)
+    if not facts.keys() >= set(numbers(run.metric)):
+        return None
+    rounds = facts.get("rounds") if facts.get("stopped") else run.config.rounds
+    if not facts.get("rounds") == len(run.history) == rounds:  # it was gone on with afterwards, for more rounds
+        return None
+    module = build_model(run.config, given) if model is None else checks.own(model)
+    trained = runs.trained(module, folder / "model.safetensors")
+    score, best, loss, seconds = (math.nan if facts[key] is None else facts[key] for key in numbers(run.metric))
+    result = Result(run.config, run.history, trained, score, best, loss, seconds, run=folder, metric=run.metric)
+    return replace(result, figures={key: value for key, value in facts.items() if key not in result.summary()})

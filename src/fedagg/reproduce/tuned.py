@@ -1,0 +1,234 @@
+"""The tuned table: every method at the best of its grid. Points are tried on training data that is held back, setting by setting;
+the best is run again with other seeds and scored on the test set. Methods without a grid are run as they are.
+
+Tables with a target are made here too: rounds and megabytes until it was reached.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fedagg import paired, scores
+from fedagg.config import Config
+from fedagg.reproduce import formats
+from fedagg.reproduce.grid import Cell, Row, Spec
+from fedagg.reproduce.results import Measured, Store
+from fedagg.scores import Score, Standing
+from fedagg.sheets import Sheet
+
+OURS = "fedagg"
+FOLDER = "tuning"  # in the results folder: what was tried, apart from what is reported
+
+
+def tried(results: Path) -> Store:
+    return Store(results / FOLDER)
+
+
+def places(spec: Spec) -> Iterator[tuple[Row, float]]:
+    """The settings of the table. A row that has a share of clients of its own comes once."""
+    for participation in spec.participation:
+        for row in spec.rows:
+            own = row.settings.get("participation")
+            if own is None or participation == spec.participation[0]:
+                yield row, participation if own is None else own
+
+
+def trial(spec: Spec, row: Row, method: str, participation: float, point: Mapping[str, Any]) -> Config:
+    """A point of the grid. It is scored once, at the end, on what is held back."""
+    assert spec.tuning is not None
+    config = spec.config(row, method, participation, spec.tuning.seeds[0], {"name": "", **point})
+    return config.changed(validation=spec.tuning.validation, eval_every=config.rounds)
+
+
+def with_seed(config: Config, seed: int) -> Config:
+    return config.model_copy(update={"seed": seed})
+
+
+def trials(spec: Spec) -> Iterator[Cell]:
+    """What has to be run to choose. Seeds come outermost."""
+    assert spec.tuning is not None
+    cells = [
+        Cell(row.name, method, trial(spec, row, method, participation, point), said(point))
+        for row, participation in places(spec)
+        for method in spec.methods
+        if spec.applies(row, method)
+        for point in spec.tuning.grids.get(method, ())
+    ]
+    for seed in spec.tuning.seeds:
+        yield from (replace(cell, config=with_seed(cell.config, seed)) for cell in cells)
+
+
+def said(point: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in point.items())
+
+
+def choice(spec: Spec, store: Store, row: Row, method: str, participation: float) -> dict[str, Any] | None:
+    """The best point of a method's grid in this setting; none as long as one of its runs is missing, nothing without a grid."""
+    assert spec.tuning is not None
+    best, highest = None, -math.inf
+    for point in spec.tuning.grids.get(method, ()):
+        config = trial(spec, row, method, participation, point)
+        found = [store.get(with_seed(config, seed)) for seed in spec.tuning.seeds]
+        if any(cell is None for cell in found):
+            return None
+        mean = statistics.fmean(cell.score for cell in found if cell is not None)
+        if mean > highest:
+            best, highest = point, mean
+    return {} if method not in spec.tuning.grids else best
+
+
+@dataclass(frozen=True)
+class Place:
+    """One setting of the table: what every method came to, and the settings that were chosen for it (None: not yet)."""
+
+    row: Row
+    participation: float
+    found: dict[str, list[Score]]
+    chosen: dict[str, dict[str, Any] | None]
+    variant: str = ""
+
+    @property
+    def split(self) -> str:
+        return ", ".join(filter(None, (self.row.distribution, self.variant)))
+
+    @property
+    def about(self) -> list[str]:
+        return [self.row.label, self.split, f"{100 * self.participation:g} %"]
+
+    def values(self, method: str) -> dict[int, float]:
+        return {one.seed: one.value for one in self.found.get(method, ())}
+
+    @property
+    def rival(self) -> str | None:
+        """The best of the methods that were tuned."""
+        means = {m: scores.mean([one.value for one in found]) for m, found in self.found.items() if found and self.chosen[m]}
+        return max(means, key=lambda method: means[method]) if means else None
+
+    def ahead(self, method: str | None) -> tuple[float, float]:
+        """How far FedAgg is ahead, seed by seed, with half of the 95 % interval."""
+        return paired.difference(self.values(OURS), self.values(method)) if method else (math.nan, math.nan)
+
+
+def finals(spec: Spec, store: Store) -> Iterator[Cell]:
+    """What is run at the settings that were chosen, to be reported."""
+    wanted = [(row, p, m) for row, p in places(spec) for m in spec.methods if spec.applies(row, m)]
+    points = [choice(spec, store, row, method, participation) for row, participation, method in wanted]
+    for seed in range(spec.seeds):
+        for (row, participation, method), point in zip(wanted, points, strict=True):
+            if point is not None:
+                yield Cell(row.name, method, final(spec, row, method, participation, seed, point), said(point))
+
+
+def final(spec: Spec, row: Row, method: str, participation: float, seed: int, point: Mapping[str, Any]) -> Config:
+    return spec.config(row, method, participation, seed, {"name": "", **point})
+
+
+def gather(spec: Spec, store: Store, tries: Store) -> list[Place]:
+    """The table from what is in the results folder; nothing is run."""
+    made = []
+    for (row, participation), variant in itertools.product(places(spec), spec.variants):
+        found: dict[str, list[Score]] = {}
+        points: dict[str, dict[str, Any] | None] = {}
+        for method in spec.methods:
+            if spec.applies(row, method):
+                point = points[method] = {} if spec.tuning is None else choice(spec, tries, row, method, participation)
+                own = None if point is None else variant | point
+                configs = [] if own is None else [final(spec, row, method, participation, s, own) for s in range(spec.seeds)]
+                found[method] = [of_cell(seed, cell) for seed, config in enumerate(configs) if (cell := store.get(config))]
+        made.append(Place(row, participation, found, points, variant["name"]))
+    return made
+
+
+def of_cell(seed: int, cell: Measured) -> Score:
+    columns = {name: cell.column(name) for name in ("loss", "bytes_up", "bytes_down", "passes")}
+    return Score.of(cell, seed, cell.column(cell.metric.key), columns, cell.seconds)
+
+
+def sheet(spec: Spec, found: list[Place]) -> Sheet:
+    """A row a setting, a column a method, and how far FedAgg is ahead of the best rival."""
+    ours = OURS in spec.methods and len(spec.methods) > 1
+    heads = ["setting", "split", "clients", *map(formats.name, spec.methods), *(["FedAgg ahead of the best rival"] if ours else [])]
+    rows: list[list[str]] = []
+    bold: set[tuple[int, int]] = set()
+    for at, place in enumerate(found):
+        means = {m: scores.mean([one.value for one in group]) for m, group in place.found.items() if group}
+        best = max(means.values(), default=math.nan)
+        cells = []
+        for column, method in enumerate(spec.methods):
+            cells.append(shown(place, method))
+            if means.get(method) == best:
+                bold.add((at, 3 + column))
+        gap = scores.points(*place.ahead(place.rival))
+        rows.append([*place.about, *cells, *([gap if gap == "-" else f"{gap} ({formats.name(str(place.rival))})"] if ours else [])])
+    return Sheet(spec.title, heads, rows, records(spec, found, None), words=3, bold=frozenset(bold), notes=notes(spec, found))
+
+
+def shown(place: Place, method: str) -> str:
+    if method not in place.found:
+        return "-"
+    values = [one.value for one in place.found[method]]
+    return scores.points(scores.mean(values), paired.deviation(values), sign="") if values else "not run"
+
+
+def details(spec: Spec, found: list[Place], target: float | None) -> Sheet:
+    """A row for every method in every setting, best first: rounds and megabytes to the target, FedAgg's lead, settings."""
+    heads = ["setting", "split", "clients", "method", "accuracy"]
+    heads += [f"{what} to {100 * target:g} %" for what in ("rounds", "MB")] if target is not None else []
+    heads += ["FedAgg ahead by (95 %)", *(["settings"] if spec.tuning is not None else [])]
+    rows: list[list[str]] = []
+    bold: set[tuple[int, int]] = set()
+    for place in found:
+        ranked = sorted(standings(place, target), key=lambda one: -one.score)
+        for number, one in enumerate(ranked):
+            if number == 0:
+                bold.add((len(rows), 4))
+            gap = scores.points(*place.ahead(one.method)) if one.method != OURS else "-"
+            row = [*place.about, formats.name(one.method), scores.points(one.score, one.deviation, sign="")]
+            row += [*(one.to_target() if target is not None else ()), gap]
+            rows.append([*row, *([said(place.chosen[one.method] or {}) or "untuned"] if spec.tuning is not None else [])])
+    return Sheet(spec.title, heads, rows, records(spec, found, target), 4, frozenset(bold), notes(spec, found))
+
+
+def standings(place: Place, target: float | None) -> list[Standing]:
+    return scores.standings({method: group for method, group in place.found.items() if group}, target)
+
+
+def records(spec: Spec, found: list[Place], target: float | None) -> list[dict[str, Any]]:
+    """The numbers, one line for every method in every setting; `ahead` is against FedAgg."""
+    made = []
+    for place in found:
+        about = {"table": spec.name, "row": place.row.name, "setting": place.row.label, "split": place.split}
+        for one in standings(place, target):
+            ahead, within = (math.nan, math.nan) if one.method == OURS else place.ahead(one.method)
+            own = replace(one, ahead=-ahead, within=within).record()
+            more = {} if spec.tuning is None else {"settings": said(place.chosen[one.method] or {})}
+            made.append({**about, "participation": place.participation, **own, **more})
+    return made
+
+
+def notes(spec: Spec, found: list[Place]) -> list[str]:
+    counts = {len(group) for place in found for group in place.found.values() if group}
+    if not counts:
+        return ["Nothing of this was run yet."]
+    seeds = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
+    text = [f"Test accuracy in percent, mean ± standard deviation over {seeds} seeds; bold is the best."]
+    if spec.tuning is not None and spec.tuning.grids:
+        size, who = len(next(iter(spec.tuning.grids.values()))), [m for m in spec.methods if m not in spec.tuning.grids]
+        how = f"seeds {' and '.join(map(str, spec.tuning.seeds))} on {100 * spec.tuning.validation:g} % of the training data"
+        as_they_are = f" {' and '.join(map(formats.name, who))}: not tuned." if who else ""
+        text.append(
+            f"Every method has the best of {size} settings, chosen for each row with {how} that were held back.{as_they_are}"
+        )
+    if OURS in spec.methods:
+        text.append("FedAgg's lead is the mean difference over seeds, with its 95 % interval.")
+    if spec.rounds_scale != 1:
+        text.append(f"Rounds are {spec.rounds_scale:g} of the usual number.")
+    if any(not group for place in found for group in place.found.values()):
+        text.append("Cells marked “not run” were not measured here.")
+    return text
