@@ -49,9 +49,9 @@ def simulated(name="linear", out=None, resume=None, **changes):
     return fedagg.run(settings(**changes), data=data, model=model(name), parts=PARTS, out=out, resume=resume)
 
 
-def federated(name="linear", tamper=None, out=None, quorum=1, **changes):
+def federated(name="linear", tamper=None, out=None, quorum=1, test_apart=False, **changes):
     grid = HereGrid(client_app(lambda: model(name), node), NODES, tamper)
-    strategy = FedAggStrategy(model(name), settings(**changes), out=out, quorum=quorum)
+    strategy = FedAggStrategy(model(name), settings(**changes), out=out, quorum=quorum, test_apart=test_apart)
     strategy.run(grid, wait=0)
     return strategy, grid
 
@@ -62,7 +62,7 @@ def test_agrees_with_the_simulator(method):
     # The paper's own version asks twice a round, with a trace; its rehearsal asks for all rounds before the first.
     changes = {"variant": "paper", "estimator": "pretrain"} if method == "paper" else {"algorithm": method}
     alone = simulated(name, **changes)
-    strategy, _ = federated(name, **changes)
+    strategy, _ = federated(name, test_apart=True, **changes)
     w = strategy.layout.pack(alone.model).w
     assert torch.allclose(strategy.server.algorithm.reported(strategy.server.model).w, w, rtol=0, atol=1e-5)
     assert (w - strategy.layout.pack(model(name)).w).norm() > 0.01
@@ -98,7 +98,7 @@ def payload(content):
 
 @pytest.mark.parametrize(("name", "changes"), CARRIED)
 def test_the_record_counts_what_the_wire_carries(name, changes):
-    strategy, grid = federated(name, participation=1.0, rounds=2, **changes)
+    strategy, grid = federated(name, participation=1.0, rounds=2, test_apart=True, **changes)
     for kind, ledger in (("bytes_down", grid.sent), ("bytes_up", grid.received)):
         for row in strategy.book.history:
             here = [(m, size) for m, size in ledger if m.metadata.group_id == str(row["round"]) and trains(m)]
@@ -109,6 +109,10 @@ def test_the_record_counts_what_the_wire_carries(name, changes):
             assert row["bytes_tests"] == sum(payload(message.content) for message in mine)
             # What Flower puts around a message does not grow with the model.
             assert all(payload(message.content) < size < payload(message.content) + 2500 for message, size in here)
+    strategy, grid = federated(name, participation=1.0, rounds=2, **changes)
+    carried = [message for message, _ in grid.sent + grid.received if message.metadata.message_type != "query"]
+    counted = sum(row[kind] for row in strategy.book.history for kind in ("bytes_down", "bytes_up", "bytes_tests"))
+    assert counted == sum(payload(message.content) for message in carried)
 
 
 @pytest.mark.parametrize(("bits", "most"), [(2, 1.05), (3, 1.05), (32, 1.51)])
@@ -310,10 +314,10 @@ class LyingGrid(HereGrid):
         return replies
 
 
-def lied_to(kind, *lies, **changes):
+def lied_to(kind, *lies, test_apart=True, **changes):
     grid = LyingGrid(client_app(model, node), NODES)
     grid.kind, grid.lies = kind, list(lies)
-    strategy = FedAggStrategy(model(), settings(algorithm="fedavg", participation=1.0, **changes))
+    strategy = FedAggStrategy(model(), settings(algorithm="fedavg", participation=1.0, **changes), test_apart=test_apart)
     strategy.run(grid, wait=0)
     return strategy
 
@@ -341,7 +345,7 @@ SCORES = [
 @pytest.fixture(scope="module")
 def scores():
     """A run in which a node tells all of these, one a round, and one in which nobody does."""
-    honest, _ = federated(algorithm="fedavg", participation=1.0, rounds=len(SCORES))
+    honest, _ = federated(algorithm="fedavg", participation=1.0, rounds=len(SCORES), test_apart=True)
     return lied_to("evaluate", *SCORES, rounds=len(SCORES)), honest
 
 
@@ -352,6 +356,14 @@ def test_test_results_that_cannot_be_are_not_used(scores, number):
     assert (here["loss"], here["accuracy"]) == pytest.approx((there["loss"], there["accuracy"]))
     what = "an incomplete answer" if isinstance(SCORES[number].get("accuracy"), list) else "test results that cannot be"
     assert scores[0].about[number]["remarks"] == {"2": f"sent {what}; not used"}
+
+
+def test_test_results_that_cannot_be_do_not_cost_the_update_they_come_with():
+    strategy = lied_to("train", {"test-accuracy": 7.0}, test_apart=False)
+    assert [row["tested"] for row in strategy.book.history] == [3, 3, 4]  # of the last, it tells the truth
+    assert [row["clients"] for row in strategy.about] == [[0, 1, 2, 3]] * 3
+    remark = {"2": "sent test results that cannot be; not used"}
+    assert [row.get("remarks") for row in strategy.about] == [None, remark, remark]  # in round 1 nobody asked
 
 
 def test_a_node_whose_first_hello_fails_is_asked_again():
@@ -587,12 +599,12 @@ def test_an_answer_after_the_deadline_is_not_used_and_not_an_error(method, same_
     assert [row["clients"] for row in slow.about] == [[0, 1, 2, 3], [0, 1, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
     assert [row["left_out"] for row in slow.about] == [{}, {"2": "no answer in time"}, {}, {}]
     assert [row["nodes"]["2"] for row in slow.about] == ["1002"] * 4
-    # Of the same kind, both come in round 3; otherwise the update comes amid round 2's test results.
+    # Of the same kind, it comes in round 3; otherwise while round 2 ends.
     remark = {"2": "answered too late; not used"}
-    assert [row.get("remarks", {}) for row in slow.about] == [{}, {} if same_kind else remark, remark, {}]
+    assert [row.get("remarks", {}) for row in slow.about] == ([{}, {}, remark, {}] if same_kind else [{}, remark, {}, {}])
     assert [row.get("remarks") for row in deaf.about] == [None] * 4
-    # The test results of the round count without the late node's, and later rounds not with its old ones.
-    assert [row["tested"] for row in slow.book.history] == [4, 3, 4, 4]
+    # The test results that should have come with it, of the model that round 2 began with, are not used either.
+    assert [row["tested"] for row in slow.book.history] == [3, 4, 4, 4]
     for here, there in zip(slow.book.history, deaf.book.history, strict=True):
         assert (here["loss"], here["accuracy"]) == (there["loss"], there["accuracy"])
 

@@ -41,6 +41,7 @@ def test_prometheus_and_the_live_page_show_what_is_in_the_record(tmp_path):
     first, last = strategy.book.history
     assert told["fedagg_round"] == told["fedagg_rounds_planned"] == 2
     assert told["fedagg_accuracy"] == last["accuracy"]
+    assert [told[f'fedagg_node_accuracy{{client="{k}"}}'] for k in range(4)] == strategy.about[-1]["tests"][-1]["accuracy"]
     assert told["fedagg_bytes_up_total"] == first["bytes_up"] + last["bytes_up"]
     assert (told["fedagg_nodes_asked"], told["fedagg_nodes_answered"]) == (4, 3)
     assert told['fedagg_nodes_left_out{cause="no answer in time"}'] == 1

@@ -98,7 +98,7 @@ class Record:
         for name in ("metrics.jsonl", "clients.jsonl"):
             path, keep = folder / name, facts.get(name, 0)
             if path.exists() and path.stat().st_size >= keep:
-                rows = cut(path, keep, done)
+                rows, keep = cut(path, keep, done)
                 if name == "metrics.jsonl":
                     self.history = rows
                 else:
@@ -154,10 +154,17 @@ class Record:
         self.history.append(row)
         self.count(clients)
         if self.folder is not None:
-            # JSON has no infinity, which a loss may be: null stands for it.
-            told = {name: value if not isinstance(value, float) or math.isfinite(value) else None for name, value in row.items()}
-            files.append(self.folder / "metrics.jsonl", json.dumps(told, allow_nan=False))
+            files.append(self.folder / "metrics.jsonl", line(row))
             files.append(self.folder / "clients.jsonl", json.dumps(clients))
+
+    def amend(self, facts: dict[str, Any]) -> None:
+        """Add to the last round's line what became known after it. The line grows at its end alone: a checkpoint that was saved
+        before still finds it."""
+        self.history[-1] |= facts
+        if self.folder is not None:
+            path = self.folder / "metrics.jsonl"
+            before = b"".join(path.read_bytes().splitlines(keepends=True)[:-1])
+            files.write(path, before + line(self.history[-1]).encode() + b"\n")
 
     def count(self, clients: dict[str, Any]) -> None:
         for client, cause in clients["left_out"].items():
@@ -188,18 +195,27 @@ class Record:
             files.write(self.folder / "result.json", json.dumps(facts, indent=2))
 
 
-def cut(path: Path, size: int, done: int) -> list[dict[str, Any]]:
-    """The rows of a record's first `size` bytes, which must be those of its `done` rounds."""
+def line(row: dict[str, Any]) -> str:
+    """A line of metrics.jsonl. JSON has no infinity, which a loss may be: null stands for it."""
+    told = {name: value if not isinstance(value, float) or math.isfinite(value) else None for name, value in row.items()}
+    return json.dumps(told, allow_nan=False)
+
+
+def cut(path: Path, size: int, done: int) -> tuple[list[dict[str, Any]], int]:
+    """The rows of a record's first `size` bytes, which must be those of its `done` rounds, and how many bytes these are by now: the
+    last line may have grown since."""
     try:
         with open(path, "rb") as handle:
-            lines = [json.loads(line) for line in handle.read(size).splitlines()]
+            held = handle.read(size)
+            held += b"" if held.endswith(b"\n") or not held else handle.readline()
+        lines = [json.loads(line) for line in held.splitlines()]
         rows = [{name: math.nan if value is None else value for name, value in line.items()} for line in lines]
         if [row["round"] for row in rows] != list(range(1, done + 1)):
             raise ValueError(f"its rounds are not 1 to {done}")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         why = " ".join(str(error).split())
         raise FedaggError(f"{path}: damaged ({why}); start the run again in a new folder") from None
-    return rows
+    return rows, len(held)
 
 
 def environment(device: torch.device, engine: str, version: str) -> dict[str, Any]:

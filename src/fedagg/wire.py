@@ -37,6 +37,12 @@ def up(work: Work, model: Model, epochs: int, represented: int = 0) -> int:
     return FLOAT * vectors + NUMBER * epochs + ANSWER
 
 
+def tested_along(asked: int, answered: int) -> int:
+    """Bytes of an evaluation that goes along with training, for which the model is there already: a flag to each node, and three
+    numbers back."""
+    return asked * FLAG + answered * 3 * NUMBER
+
+
 def tested(model: Model, asked: int, answered: int) -> int:
-    """Bytes of an evaluation on the nodes: the model to each, and three numbers back."""
+    """Bytes of an evaluation in messages of its own: the model to each node, and three numbers back."""
     return asked * FLOAT * (len(model.w) + len(model.buffers)) + answered * 3 * NUMBER

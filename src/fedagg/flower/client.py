@@ -28,7 +28,7 @@ from fedagg.engines.sequential import Sequential
 from fedagg.errors import SettingError
 from fedagg.evaluate import Evaluator
 from fedagg.federation import pick_device
-from fedagg.flat import Layout
+from fedagg.flat import Layout, Model
 from fedagg.flower import messages
 from fedagg.flower.data import NodeData, node_data
 from fedagg.flower.kinds import kinds_only
@@ -77,12 +77,13 @@ def client_app(
         order = messages.read_order(message.content, Layout(module))
         setting = setting_of(module, node, order.local, context, loss, order.work.represent)
         samples = torch.arange(len(node.data))
-        job = Job(client=client, samples=samples, epochs=order.local.epochs, seed=order.seed)
+        job = Job(client=client, samples=samples, epochs=order.epochs, seed=order.seed)
         at, work = order.model.to(setting.device), messages.moved(order.work, setting.device)
         method = method_of(order, context) if work.memory or order.custom else None
         work = replace(work, **{name: getattr(method, name) for name in order.custom})
         if quiet:
             updates_only(work, "quiet")
+        scores = tested(setting, node, at) if order.test and not quiet else None
         memory = ClientMemory(client + 1, setting.layout.d)
         if work.memory:
             memory.write(client, recall(context, order, setting.layout.d))
@@ -98,22 +99,30 @@ def client_app(
             from fedagg.flower.secagg import private_answer, veiled_answer
 
             longest = order.longest
-            answer = veiled_answer(chunk, work, len(samples)) if longest is None else private_answer(chunk, longest)
+            answer = veiled_answer(chunk, work, len(samples), scores) if longest is None else private_answer(chunk, longest, scores)
             return Message(answer, reply_to=message)
-        return Message(messages.write_answer(chunk, at, len(samples)), reply_to=message)
+        return Message(messages.write_answer(chunk, at, len(samples), scores), reply_to=message)
 
     @app.evaluate(mods=[kinds_only])
     def evaluate(message: Message, context: Context) -> Message:
         module, node = model(), node_data(data(context))
-        record = MetricRecord({"num-examples": 0})
-        if node.tests and not quiet:
+        scores = None
+        if not quiet:
             at = messages.read_model(messages.one(message.content.array_records), Layout(module))
             setting = setting_of(module, node, ClientOptions(epochs=1, batch_size=1), context, loss)
-            scores = Evaluator(setting, node.data.x_test, node.data.y_test)(at.to(setting.device))
-            record = MetricRecord({"num-examples": len(node.data.y_test), **scores})
+            scores = tested(setting, node, at.to(setting.device))
+        record = MetricRecord({"num-examples": 0} if scores is None else scores.told())
         return Message(RecordDict({"metrics": record}), reply_to=message)
 
     return app
+
+
+def tested(setting: Setting, node: NodeData, model: Model) -> messages.Scores | None:
+    """The model on the node's own test samples, if it has any."""
+    if not node.tests:
+        return None
+    found = Evaluator(setting, node.data.x_test, node.data.y_test)(model)
+    return messages.Scores(len(node.data.y_test), found["loss"], found["accuracy"])
 
 
 def veil(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
@@ -138,7 +147,9 @@ def method_of(order: messages.Order, context: Context) -> algorithms.Algorithm:
 def hushed(chunk: Chunk, work: Work) -> Chunk:
     """The update as it is, and the numbers beside it as the work alone would have them."""
     silent: dict[str, Any] = {f.name: torch.zeros_like(getattr(chunk, f.name)) for f in fields(Report)}
-    known = {"steps": chunk.steps, "rates": planned(work, torch.zeros_like(chunk.delta[0]))[None]}
+    rates = planned(work, torch.zeros_like(chunk.delta[0]))
+    rates[chunk.jobs[0].epochs :] = 0.0
+    known = {"steps": chunk.steps, "rates": rates[None]}
     return replace(chunk, **(silent | known))
 
 

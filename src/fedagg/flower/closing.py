@@ -10,27 +10,42 @@ from typing import Any
 from flwr.app import Message
 from flwr.serverapp import Grid
 
+from fedagg.flower.pace import Pace
+
 
 class Closing(Grid):
-    """A grid that stops listening once a share of those asked has answered well. What the others send goes unread."""
+    """A grid that stops listening once a share of those asked has answered well. What the others send is not used; where somebody
+    watches their pace, it is noted when it comes."""
 
-    def __init__(self, grid: Grid, share: float) -> None:
-        self.grid, self.share = grid, share
+    def __init__(self, grid: Grid, share: float, pace: Pace | None = None) -> None:
+        self.grid, self.share, self.pace = grid, share, pace
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         given = list(messages)
-        open_ = {question for question in self.grid.push_messages(given) if question} if given else set()
+        asked = list(zip(self.grid.push_messages(given), given, strict=False)) if given else []
+        mine = {question: message for question, message in asked if question}
+        open_ = set(mine)
+        if self.pace is not None:
+            for question, message in mine.items():
+                self.pace.asked(question, message)
         wanted = math.ceil(self.share * len(given) - 1e-9)
         end, pause = time.monotonic() + (math.inf if timeout is None else timeout), 0.05
         replies: list[Message] = []
         while open_:
-            heard = list(self.grid.pull_messages(sorted(open_)))
-            replies += heard
-            open_ -= {reply.metadata.reply_to_message_id for reply in heard}
+            watched = set(self.pace.out) if self.pace is not None else set()
+            for reply in self.grid.pull_messages(sorted(open_ | watched)):
+                question = reply.metadata.reply_to_message_id
+                if self.pace is not None:
+                    self.pace.heard(question, reply.has_error())
+                if question in mine:
+                    replies.append(reply)
+                    open_.discard(question)
             if sum(not reply.has_error() for reply in replies) >= wanted or time.monotonic() >= end:
                 break
             time.sleep(pause)
             pause = min(1.5 * pause, 3.0)
+        if self.pace is not None:
+            self.pace.missed()
         return replies
 
     # Everything else is the grid's own.

@@ -23,6 +23,7 @@ from fedagg.quantize import EXACT, Packed
 from fedagg.work import Chunk, ClientOptions, Job, Report, Work
 
 LOCAL = ("epochs", "batch_size", "momentum", "weight_decay", "clip")
+SCORES = ("num-examples", "loss", "accuracy")  # the names of test results in a message, as Flower has them
 ABSURD = 1e30  # no loss that training can go on from is as large
 MOST_SAMPLES = 2**40  # nor does a node hold as many samples
 SLACK = 1e-4  # of a rate: nodes work in single precision, on devices of their own
@@ -47,8 +48,22 @@ class Order:
     method: str
     options: dict[str, Any]
     custom: tuple[str, ...] = ()  # which of `loss` and `step` are the method's own
+    epochs: int = 0  # that the node is to do, of those in `local`
+    test: bool = False  # is the model to be tested before it is trained?
     veil: bool = False  # is it under secure aggregation?
     longest: float | None = None  # and, with noise, the greatest length of the answer
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a node says of a model."""
+
+    samples: int  # that it was tested on
+    loss: float
+    accuracy: float
+
+    def told(self, prefix: str = "") -> dict[str, int | float]:
+        return {prefix + name: value for name, value in zip(SCORES, (self.samples, self.loss, self.accuracy), strict=True)}
 
 
 def arrays(model: Model) -> ArrayRecord:
@@ -108,6 +123,9 @@ def write_order(order: Order, packed: Packed | None) -> tuple[ArrayRecord, Confi
     for name, value in asdict(order.local).items():
         if name in LOCAL:
             config[name.replace("_", "-")] = value
+    config["epochs"] = order.epochs  # how many there could be, the rates say
+    if order.test:
+        config["test"] = True
     config["optimizer"], config["augment"] = order.local.optimizer, order.local.augment
     config["low"], config["high"], config["own"], config["prox"] = work.low, float(work.high), work.own, work.prox
     config["memory"], config["trace"], config["behind"] = work.memory, work.trace, work.behind
@@ -134,7 +152,7 @@ def write_order(order: Order, packed: Packed | None) -> tuple[ArrayRecord, Confi
 def read_order(content: RecordDict, layout: Layout) -> Order:
     model = read_model(one(content.array_records), layout)
     config: Any = content.config_records["config"]
-    epochs, rows, bits = int(config["epochs"]), int(config["field-rows"]), int(config["field-bits"])
+    epochs, rows, bits = len(config["rate"]), int(config["field-rows"]), int(config["field-bits"])
     field = None
     if rows and bits < EXACT:
         field = Packed((rows, layout.d), bits, config["field"], config["field-scales"]).tensor()
@@ -166,7 +184,7 @@ def read_order(content: RecordDict, layout: Layout) -> Order:
         local=ClientOptions(
             optimizer=str(config["optimizer"]),
             augment=str(config["augment"]),
-            **{name: config[name.replace("_", "-")] for name in LOCAL},
+            **{name: config[name.replace("_", "-")] for name in LOCAL} | {"epochs": epochs},
         ),
         round=int(config["round"]),
         step=int(config["pass"]),
@@ -176,16 +194,18 @@ def read_order(content: RecordDict, layout: Layout) -> Order:
         method=str(config.get("method", "")),
         options=json.loads(config.get("options", "{}")),
         custom=tuple(str(name) for name in config.get("custom", ()) if name in ("loss", "step")),
+        epochs=int(config["epochs"]),
+        test=bool(config.get("test", False)),
         veil=bool(config.get("veil", False)),
         longest=config.get("longest"),
     )
 
 
-def write_answer(chunk: Chunk, model: Model, samples: int) -> RecordDict:
+def write_answer(chunk: Chunk, model: Model, samples: int, scores: Scores | None = None) -> RecordDict:
     content = RecordDict(
         {
             "arrays": arrays(Model(model.w + chunk.delta[0], chunk.buffers[0])),
-            "metrics": MetricRecord({**reported(chunk), "num-examples": samples}),
+            "metrics": MetricRecord({**reported(chunk), "num-examples": samples, **along(scores)}),
         }
     )
     extra = {"gradients": chunk.gradients, "path": chunk.path, "classes": chunk.classes, "counts": chunk.counts}
@@ -246,7 +266,8 @@ def read_report(told: Any, job: Job, work: Work, local: ClientOptions) -> dict[s
         return found | {"loss": math.nan}
     if not (abs(found["first"]) < ABSURD and abs(found["behind"]) < ABSURD and math.isfinite(found["slope"])):
         raise BadAnswer("sent a first loss that cannot be")
-    if not possible(torch.tensor(found["rates"], dtype=torch.float64), work, job.position):
+    made, rest = found["rates"][: job.epochs], found["rates"][job.epochs :]
+    if any(rest) or not possible(torch.tensor(made, dtype=torch.float64), work, job.position):
         raise BadAnswer("sent rates that cannot be")
     return found
 
@@ -254,7 +275,7 @@ def read_report(told: Any, job: Job, work: Work, local: ClientOptions) -> dict[s
 def possible(rates: Tensor, work: Work, position: int) -> bool:
     """Can a node that did the work have come to these rates?"""
     work = for_one(work, position)
-    low = high = work.rate
+    low = high = work.rate[: len(rates)]
     if work.slope is not None and work.field is not None:
         ends = torch.tensor([-math.inf, math.inf], dtype=torch.float64)
         low, high = bound_rates(ends, work.low, work.high).unbind()
@@ -262,16 +283,20 @@ def possible(rates: Tensor, work: Work, position: int) -> bool:
     return bool(((rates >= low * (1 - SLACK) - tiny) & (rates <= high * (1 + SLACK) + tiny)).all())
 
 
-def read_scores(content: RecordDict) -> tuple[int, float, float] | None:
-    """A node's test samples, loss and accuracy; None of one that has nothing to test on."""
-    told = one(content.metric_records)
-    size = number(told.get("num-examples"))
-    if size == 0:
+def along(scores: Scores | None) -> dict[str, int | float]:
+    """Test results as they go along with an update."""
+    return {} if scores is None else scores.told("test-")
+
+
+def read_scores(told: Any, prefix: str = "") -> Scores | None:
+    """A node's test results; None of one that has nothing to test on."""
+    size, loss, accuracy = (told.get(prefix + name) for name in SCORES)
+    if size is None or size == 0:
         return None
-    loss, accuracy = number(told.get("loss")), number(told.get("accuracy"))
+    size, loss, accuracy = number(size), number(loss), number(accuracy)
     if not (size % 1 == 0 and 1 <= size <= MOST_SAMPLES and abs(loss) < ABSURD and 0 <= accuracy <= 1):
         raise BadAnswer("sent test results that cannot be")
-    return int(size), loss, accuracy
+    return Scores(int(size), loss, accuracy)
 
 
 def class_table(classes: object, counts: object, head: nn.Module) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ FIGURES = (
 TOTALS = (
     ("bytes_down", "bytes_down_total", "bytes of numbers sent to nodes for training, all rounds"),
     ("bytes_up", "bytes_up_total", "bytes of numbers that nodes sent back, all rounds"),
-    ("bytes_tests", "bytes_tests_total", "bytes of numbers sent for evaluation and back, all rounds"),
+    ("bytes_tests", "bytes_tests_total", "bytes of numbers sent for tests and back, beside those of training, all rounds"),
     ("seconds", "seconds_total", "time spent in rounds, all rounds"),
 )
 
@@ -46,6 +46,10 @@ def exposition(history: Sequence[Mapping[str, Any]], about: Mapping[str, Any], r
     for key, name, what in TOTALS:
         tell(name, what, "counter", ("", math.fsum(row.get(key, 0) for row in history)))
     tell("nodes_answered", "nodes whose answers were used in the last round", "gauge", ("", len(about.get("clients", []))))
+    if tests := about.get("tests"):
+        each = zip(tests[-1]["clients"], tests[-1]["accuracy"], strict=True)
+        what = "accuracy on the node's own test samples, of the last model it has tested"
+        tell("node_accuracy", what, "gauge", *((f'{{client="{client}"}}', accuracy) for client, accuracy in each))
     causes = Counter(kind(cause) for cause in about.get("left_out", {}).values())
     tell(
         "nodes_left_out",

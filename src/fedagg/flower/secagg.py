@@ -31,7 +31,8 @@ from fedagg.errors import SettingError
 from fedagg.flat import Model
 from fedagg.flower.masks import mask, unpacked, with_names
 from fedagg.flower.members import Members
-from fedagg.flower.messages import BadAnswer, number, read_report, reported
+from fedagg.flower.messages import BadAnswer, Scores, number, read_report, reported
+from fedagg.flower.messages import along as along_with
 from fedagg.flower.privacy import PrivateClients, clipped
 from fedagg.work import Chunk, ClientOptions, Job, Work
 
@@ -41,7 +42,7 @@ NO_SUM = "secure aggregation gave a sum that cannot be"
 MODULUS = 2**32  # of the masks: a sum of more than MODULUS / LEVELS nodes would run over
 
 
-def veiled_answer(chunk: Chunk, work: Work, samples: int) -> RecordDict:
+def veiled_answer(chunk: Chunk, work: Work, samples: int, scores: Scores | None = None) -> RecordDict:
     """On the node: the vector to be masked, and the numbers that go in the clear. SecAgg+ averages by sample counts."""
     delta = chunk.delta[0]
     along = chunk.delta @ work.field.T if work.field is not None else chunk.delta[:, :0]
@@ -50,18 +51,19 @@ def veiled_answer(chunk: Chunk, work: Work, samples: int) -> RecordDict:
         "norm2": float(delta.double().square().sum()),
         "along": json.dumps(along[0].tolist()),
         "rates": json.dumps(chunk.rates[0].tolist()),
+        **along_with(scores),
     }
     return answer(delta, samples, numbers)
 
 
-def private_answer(chunk: Chunk, longest: float) -> RecordDict:
-    """The same where noise is to hide the node: no longer than allowed, and nothing beside it. Masked numbers are rounded by up to
-    a level each; there is room for that within the length."""
+def private_answer(chunk: Chunk, longest: float, scores: Scores | None = None) -> RecordDict:
+    """The same where noise is to hide the node: no longer than allowed, and no number of its training beside it. Masked numbers are
+    rounded by up to a level each; there is room for that within the length."""
     delta = chunk.delta[0].cpu().double()
     if not bool(torch.isfinite(delta).all()):
         delta = torch.zeros_like(delta)
     room = 1.0 - 2.0 * math.sqrt(len(delta)) / LEVELS
-    return answer(clipped(delta, room * longest), 1, {})
+    return answer(clipped(delta, room * longest), 1, {**along_with(scores)})
 
 
 def answer(delta: Tensor, weight: int, numbers: dict[str, Scalar]) -> RecordDict:
@@ -141,6 +143,8 @@ class Messenger(Protocol):
 
     def order(self, model: Model, work: Work, job: Job, t: int, step: int) -> Message: ...
 
+    def hear_scores(self, client: int, told: Any) -> None: ...
+
 
 def collect(clients: Clients, strategy: Messenger, model: Model, work: Work, longest: float | None = None) -> dict[int, FitRes]:
     """Ask all participants under SecAgg+. The answers that came hold the mean of the updates, by sample counts; where updates are
@@ -176,6 +180,8 @@ def collect(clients: Clients, strategy: Messenger, model: Model, work: Work, lon
         return {}
     answers = {job.client: veil.answers.get(strategy.members.nodes[job.client]) for job in jobs}
     given = {client: answer for client, answer in answers.items() if answer is not None}
+    for client, answer in given.items():
+        strategy.hear_scores(client, answer.metrics)
     clients.left_out.update({job.client: "no answer in time" for job in jobs if job.client not in given})
     clients.bytes_up += len(given) * 4 * len(model.w)  # masked numbers travel as 32-bit integers
     clients.samples_seen += sum(len(job.samples) for job in jobs if job.client in given) * clients.epochs

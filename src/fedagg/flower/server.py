@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
-from fedagg import config, seeding
+from fedagg import config, seeding, trackers
 from fedagg.config import Config
 from fedagg.errors import SettingError
 from fedagg.flower.monitor import log_as_json
@@ -24,8 +25,11 @@ OWN: dict[str, type] = {
     "wait": float,
     "patience": float,
     "close-at": float,
+    "fewer-epochs": bool,
+    "test-apart": bool,
     "secure": bool,
     "log": str,
+    "track": str,
 }
 PRIVACY: dict[str, type] = {"clipping-norm": float, "noise-multiplier": float, "delta": float, "epsilon-max": float, "ledger": str}
 KINDS = {str: "a text", float: "a number", int: "a whole number", bool: "true or false"}
@@ -39,9 +43,10 @@ def server_app(model: Callable[[], nn.Module]) -> ServerApp:
     They are the command line's options (`algorithm`, `rounds`, `lr`, `downlink-bits`, ...), of which `clients`, the
     number of nodes, must be given, and some of its own: `out`, the run folder; `timeout`, seconds for an answer;
     `quorum`, answers that a round needs; `wait`, seconds to wait for all nodes before the first round; `patience`,
-    seconds to wait for nodes when none are left; `close-at`, share of answers that end a round; `secure`, to aggregate
-    under SecAgg+; `log`, text or json; and for differential privacy `clipping-norm`, `noise-multiplier`, `delta`,
-    `epsilon-max` and `ledger`.
+    seconds to wait for nodes when none are left; `close-at`, share of answers that end a round; `fewer-epochs`, for nodes
+    that are too slow for it; `test-apart`, to test in messages of their own; `secure`, to aggregate under SecAgg+; `log`,
+    text or json; `track`, trackers as of `fedagg run`; and for differential privacy `clipping-norm`, `noise-multiplier`,
+    `delta`, `epsilon-max` and `ledger`.
     """
     app = ServerApp()
 
@@ -51,6 +56,7 @@ def server_app(model: Callable[[], nn.Module]) -> ServerApp:
         wait = float(own.pop("wait", 600.0))
         if own.pop("log", "text") == "json":
             log_as_json()
+        own["callbacks"] = [trackers.make(name, Path(own["out"])) for name in named(own.pop("track", ""))]
         with seeding.seeded_global(seeding.derive(settings.seed, "model"), torch.device("cpu")):
             module = model()
         FedAggStrategy(module, settings, **own).run(grid, wait=wait)
@@ -81,4 +87,13 @@ def split(given: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
     settings = {**CUSTOM, **{key.replace("-", "_"): value for key, value in given.items()}}
     if settings.get("algorithm", Config.model_fields["algorithm"].default) == "fedagg":
         settings.setdefault("downlink_bits", FIELD_BITS)
-    return config.make(settings), own
+    made = config.make(settings)  # which loads the plugin, if there is one
+    for name in named(own.get("track", "")):
+        trackers.TRACKERS.find(name)
+        if "out" not in own:
+            raise SettingError("track", own["track"], "give `out`, the run folder, beside which trackers write")
+    return made, own
+
+
+def named(track: str) -> list[str]:
+    return [name.strip() for name in track.split(",") if name.strip()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,20 +26,22 @@ from flwr.serverapp.strategy import Result, Strategy
 from torch import nn
 
 import fedagg
-from fedagg import algorithms, files, record, wire
+from fedagg import algorithms, checks, federation, files, record, wire
 from fedagg.checkpoint import Checkpoint
 from fedagg.clients import Clients, TooFew
 from fedagg.config import Config
 from fedagg.errors import FedaggError, SettingError
-from fedagg.federation import describe, describe_clients
+from fedagg.faults import Faults
+from fedagg.federation import Callback, describe, describe_clients, tell
 from fedagg.flat import Layout, Model
 from fedagg.flower import messages
 from fedagg.flower.closing import Closing
 from fedagg.flower.conversation import Conversation
 from fedagg.flower.ledger import Enough, Ledger
 from fedagg.flower.members import Lonely, Members
-from fedagg.flower.messages import BadAnswer, Order
+from fedagg.flower.messages import BadAnswer, Order, Scores
 from fedagg.flower.monitor import exposition
+from fedagg.flower.pace import Pace, Slow
 from fedagg.flower.privacy import Privacy, PrivateClients
 from fedagg.server import Server
 from fedagg.work import Chunk, Job, Memory, Work
@@ -95,6 +98,7 @@ class Remote:
                 if reply.has_error():
                     reason = " ".join(str(reply.error.reason).split())[-300:]
                     raise BadAnswer(CAUSES.get(reply.error.code, f"failed: {reason}"))
+                strategy.hear_scores(client, next(iter(reply.content.metric_records.values()), {}))
                 job = wanted[client]
                 chunk = messages.read_answer(reply.content, job, model, work, strategy.server.options, strategy.layout, head)
                 if work.mask is not None:
@@ -120,7 +124,9 @@ class Turn:
     began: float
     talk: Conversation[list[Message], list[Message], bool] | None = None
     remarks: dict[int, str] = field(default_factory=dict)
-    tests: list[Message] = field(default_factory=list)  # the questions of the evaluation
+    sought: set[int] = field(default_factory=set)  # who is asked to test the model of the round before, which training begins with
+    before: dict[int, Scores] = field(default_factory=dict)  # and what they found
+    tests: list[Message] = field(default_factory=list)  # the questions of an evaluation in messages of its own
     skipped: bool = True  # until there is a new model
     kept: bool = False  # nobody answered: it is to be done again
 
@@ -137,8 +143,12 @@ class FedAggStrategy(Strategy):
         patience: seconds to wait for nodes when fewer than the quorum are there, or none answers. Then the run ends with an error,
             and the same command goes on with the same round.
         close_at: share of those asked whose answers end a round; the rest are left out of it.
+        fewer_epochs: give nodes that are too slow for `timeout` or `close_at` fewer epochs, by how long their last answers took.
+        test_apart: test the model that would be kept, in messages of their own to all nodes. Without it, a round's participants
+            test the model that they are sent to train, and it travels once.
         secure: aggregate under Flower's SecAgg+, so that the server sees the sum of all updates and nobody's own.
         privacy: clip updates and add noise to their sum, before the method makes anything of it.
+        callbacks: watch the run, as those of `fedagg.run` do; one whose `round_done` returns True stops it.
     """
 
     def __init__(
@@ -151,11 +161,16 @@ class FedAggStrategy(Strategy):
         quorum: int = 1,
         patience: float = 600.0,
         close_at: float = 1.0,
+        fewer_epochs: bool = False,
+        test_apart: bool = False,
         secure: bool = False,
         privacy: Privacy | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         self.module, self.config, self.timeout, self.quorum = module, config, timeout, quorum
         self.secure, self.privacy, self.patience, self.close_at = secure, privacy, patience, close_at
+        self.test_apart, self.callbacks = test_apart, callbacks
+        checks.followers(callbacks)
         self.layout = Layout(module)
         if self.layout.d == 0:
             raise SettingError("model", type(module).__name__, "has no trainable parameters")
@@ -175,10 +190,13 @@ class FedAggStrategy(Strategy):
             raise SettingError("close-at", close_at, "choose a share above 0 and up to 1")
         if close_at < 1 and (secure or privacy is not None):
             raise SettingError("close-at", close_at, "secure aggregation and privacy need all answers there are; leave it out")
+        if fewer_epochs and (secure or privacy is not None):
+            raise SettingError("fewer-epochs", True, "secure aggregation and privacy take nodes as alike; leave it out")
         for name in SIMULATED:
             if (value := getattr(config, name)) != Config.model_fields[name].default:
                 raise SettingError(name, value, "is for simulations: nodes have their own data and faults; leave it out")
         self.members = Members(self.layout, max(timeout, GREETING))
+        self.pace = Pace(config.epochs, timeout, close_at, self.members.client) if fewer_epochs else None
         algorithm = algorithms.build(config.method, config.flat())
         self.options = algorithms.options(config.method, config.flat())
         if (secure or privacy is not None) and type(algorithm).weigh is not algorithms.Algorithm.weigh:
@@ -194,6 +212,8 @@ class FedAggStrategy(Strategy):
         self.grid: Grid | None = None
         self.extra = ConfigRecord()
         self.ask: Ask = list
+        self.result: federation.Result | None = None  # when all rounds are done
+        self.stopped = False  # by a callback
         self.heads: dict[str, nn.Module] = {}
         self.about: list[dict[str, Any]] = []  # this process's lines of clients.jsonl
         form = repr((self.layout.parameters, self.layout.buffers))
@@ -206,6 +226,7 @@ class FedAggStrategy(Strategy):
             self.book = record.Record(folder, config, environment)
         if self.book.resumed is not None:
             self.restore(self.book.resumed)
+        self.told = self.done - self.untested  # rounds that callbacks know of
         self.ledger: Ledger | None = None
         if privacy is not None:
             path = folder / LEDGER if folder is not None else None
@@ -215,8 +236,13 @@ class FedAggStrategy(Strategy):
 
     def run(self, grid: Grid, wait: float = 600.0) -> Result:
         """All rounds that are still to be done."""
-        grid = Closing(grid, self.close_at) if self.close_at < 1 else grid
+        grid = Closing(grid, self.close_at, self.pace) if self.close_at < 1 or self.pace is not None else grid
         with self.book:
+            try:
+                tell(self.callbacks, "started", self.config, self.told)
+            except BaseException:
+                self.book.withdraw()
+                raise
             self.members.wait(grid, self.config.clients, wait)
             try:
                 result = self.start(grid, self.arrays(), num_rounds=self.config.rounds - self.done, timeout=self.timeout)
@@ -225,9 +251,11 @@ class FedAggStrategy(Strategy):
             except Lonely as why:
                 raise FedaggError(f"round {self.done + 1}: {why}; {self.advice()}") from None
             except Enough:
-                result = Result()
-                log(WARNING, "the run ends after %s of %s rounds: one more would pass epsilon-max", self.done, self.config.rounds)
+                result, why = Result(), "a callback says so" if self.stopped else "one more would pass epsilon-max"
+                log(WARNING, "the run ends after %s of %s rounds: %s", self.done, self.config.rounds, why)
+                self.test_last(grid)
             self.finish(result.arrays if result.arrays else self.arrays())
+        tell(self.callbacks, "finished", self.result)
         return result
 
     def advice(self) -> str:
@@ -247,7 +275,7 @@ class FedAggStrategy(Strategy):
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         began = time.perf_counter()
-        if self.ledger is not None and self.ledger.exhausted():
+        if self.stopped or (self.ledger is not None and self.ledger.exhausted()):
             raise Enough
         self.grid, self.extra = grid, config
         self.members.gather(grid, self.quorum, self.patience)
@@ -267,6 +295,7 @@ class FedAggStrategy(Strategy):
             while talk.question is not None:  # a method that asks more than once a round
                 talk.answer(list(self.grid.send_and_receive(talk.question, timeout=self.timeout)))
         turn.skipped = talk is None or not talk.result
+        self.mark(turn)
         if turn.skipped:
             causes = ", ".join(f"client {k}: {v}" for k, v in sorted(turn.clients.left_out.items()))
             log(WARNING, "round %s leaves the model as it was: under %s usable answers (%s)", turn.t + 1, self.quorum, causes)
@@ -289,10 +318,9 @@ class FedAggStrategy(Strategy):
             return []
         self.server.model = messages.read_model(arrays, self.layout)
         self.server.settle(turn.t)
-        if not self.server.due(turn.t):
-            return []
-        content = RecordDict({"arrays": messages.arrays(self.server.shown), "config": config})
-        turn.tests = [self.message(content, client, MessageType.EVALUATE) for client in sorted(self.members.nodes)]
+        last = turn.t + 1 == self.config.rounds
+        if last or (self.test_apart and self.server.due(turn.t)):
+            turn.tests = self.questions(config)
         return turn.tests
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -303,26 +331,10 @@ class FedAggStrategy(Strategy):
             self.turn = None
             return None
         self.silent = None
+        self.announce()  # of the round before all is known now
         row = describe(turn.t, turn.clients, self.server.algorithm, turn.skipped)
-        scores: dict[int, tuple[int, float, float]] = {}
-        asked = {test.metadata.message_id: self.members.client(test.metadata.dst_node_id) for test in turn.tests}
-        for reply in replies:
-            if reply.metadata.reply_to_message_id not in asked:
-                self.stray(reply)
-                continue
-            client = asked[reply.metadata.reply_to_message_id]
-            if client is None or client in scores or reply.has_error():
-                continue
-            try:
-                if (score := messages.read_scores(reply.content)) is not None:
-                    scores[client] = score
-            except BadAnswer as bad:
-                self.remark(client, f"{bad}; not used")
-        total = sum(size for size, _, _ in scores.values())
-        if total:
-            row["loss"] = sum(size * loss for size, loss, _ in scores.values()) / total
-            row["accuracy"] = sum(size * accuracy for size, _, accuracy in scores.values()) / total
-            row["tested"] = len(scores)
+        scores = self.scores(turn.tests, replies)
+        row |= pooled(scores)
         if turn.tests:
             row["bytes_tests"] = wire.tested(self.server.model, len(turn.tests), len(scores))
         if self.ledger is not None:
@@ -330,6 +342,9 @@ class FedAggStrategy(Strategy):
             log(INFO, "ε is %.4g, %.4g for a node whose data are exchanged", row["epsilon"], row["epsilon_replaced"])
         row["seconds"] = round(time.perf_counter() - turn.began, 6)
         about = describe_clients(turn.t, turn.clients) | {"nodes": self.members.names(turn.clients.ids)}
+        if self.privacy is None:  # the record then holds nothing of a single node
+            tests = [one_by_one(turn.t, turn.before), one_by_one(turn.t + 1, scores)]
+            about |= {"tests": found} if (found := [test for test in tests if test["clients"]]) else {}
         if turn.remarks:
             about["remarks"] = {str(client): text for client, text in sorted(turn.remarks.items())}
         self.about.append(about)
@@ -339,19 +354,90 @@ class FedAggStrategy(Strategy):
         self.done, self.seconds = turn.t + 1, self.seconds + row["seconds"]
         self.book.checkpoint(self.snapshot())
         self.turn = None
-        return MetricRecord({"loss": row["loss"], "accuracy": row["accuracy"]}) if total else None
+        if not self.untested:
+            self.announce()
+        return MetricRecord({"loss": row["loss"], "accuracy": row["accuracy"]}) if scores else None
 
     def finish(self, arrays: ArrayRecord) -> None:
         """The final model and figures, once all rounds are done."""
         self.server.model = messages.read_model(arrays, self.layout)
-        self.book.model(self.layout.unpack(self.server.shown, self.module))
+        self.announce()
         scored = [row for row in self.book.history if "accuracy" in row]
-        last = {key: scored[-1][key] for key in ("accuracy", "loss")} if scored else {}
-        best = {"best_accuracy": max(row["accuracy"] for row in scored)} if scored else {}
-        facts = {"algorithm": self.config.algorithm, "seed": self.config.seed, "rounds": self.done}
-        facts |= {"left_out": left_out} if (left_out := self.book.unheard()) else {}
-        spent = self.ledger.spent() if self.ledger is not None else {}
-        self.book.result(facts | last | best | spent | {"seconds": round(self.seconds, 3)})
+        self.result = federation.Result(
+            config=self.config,
+            history=self.book.history,
+            model=self.layout.unpack(self.server.shown, self.module),
+            accuracy=scored[-1]["accuracy"] if scored else math.nan,
+            best_accuracy=max((row["accuracy"] for row in scored), default=math.nan),
+            loss=scored[-1]["loss"] if scored else math.nan,
+            seconds=self.seconds,
+            run=self.book.folder,
+            left_out=self.book.unheard(),
+            figures=self.ledger.spent() if self.ledger is not None else {},
+        )
+        self.book.model(self.result.model)
+        self.book.result(self.result.summary())
+
+    # Test results.
+
+    @property
+    def untested(self) -> bool:
+        """Does the last round's model wait for its test? The next round's participants do it, when they are sent it to train."""
+        due = self.done > 0 and self.server.due(self.done - 1)
+        return due and not self.test_apart and "accuracy" not in self.book.history[-1]
+
+    def mark(self, turn: Turn) -> None:
+        """What the round's participants found of the model that they began with is booked on the round that made it."""
+        if turn.before:
+            row = self.book.history[-1]
+            known = row.get("bytes_tests", 0) + wire.tested_along(len(turn.sought), len(turn.before))
+            self.book.amend(pooled(turn.before) | {"bytes_tests": known})
+            log(INFO, "after round %s: accuracy %.4f, loss %.4f", row["round"], row["accuracy"], row["loss"])
+
+    def hear_scores(self, client: int, told: Any) -> None:
+        """Test results that came along with an answer, if they were asked for. The answer may be no good and these all the same."""
+        assert self.turn is not None
+        if client in self.turn.sought and client not in self.turn.before:
+            try:
+                if (found := messages.read_scores(told, "test-")) is not None:
+                    self.turn.before[client] = found
+            except BadAnswer as bad:
+                self.remark(client, f"{bad}; not used")
+
+    def questions(self, config: ConfigRecord) -> list[Message]:
+        """The model to all nodes, to be tested."""
+        content = RecordDict({"arrays": messages.arrays(self.server.shown), "config": config})
+        return [self.message(content, client, MessageType.EVALUATE) for client in sorted(self.members.nodes)]
+
+    def scores(self, questions: list[Message], replies: Iterable[Message]) -> dict[int, Scores]:
+        found: dict[int, Scores] = {}
+        asked = {test.metadata.message_id: self.members.client(test.metadata.dst_node_id) for test in questions}
+        for reply in replies:
+            if reply.metadata.reply_to_message_id not in asked:
+                self.stray(reply)
+                continue
+            client = asked[reply.metadata.reply_to_message_id]
+            if client is None or client in found or reply.has_error():
+                continue
+            try:
+                if (score := messages.read_scores(messages.one(reply.content.metric_records))) is not None:
+                    found[client] = score
+            except BadAnswer as bad:
+                self.remark(client, f"{bad}; not used")
+        return found
+
+    def test_last(self, grid: Grid) -> None:
+        """Where a run ends before its last round, nobody trains the model any more."""
+        if self.untested:
+            questions = self.questions(ConfigRecord())
+            scores = self.scores(questions, grid.send_and_receive(questions, timeout=self.timeout))
+            self.book.amend(pooled(scores) | {"bytes_tests": wire.tested(self.server.model, len(questions), len(scores))})
+
+    def announce(self) -> None:
+        """Tell callbacks of the rounds that they do not know yet."""
+        for row in self.book.history[self.told :]:
+            self.stopped |= tell(self.callbacks, "round_done", row)
+        self.told = len(self.book.history)
 
     # The parts of a round.
 
@@ -388,6 +474,7 @@ class FedAggStrategy(Strategy):
             samples=lambda client: torch.zeros(1, dtype=torch.int64).expand(self.members.sizes[client]),
             quorum=self.quorum,
             left_out=left_out,
+            faults=Faults() if self.pace is None else Slow(allotted=self.pace.allot(shared["ids"])),
             **shared,
         )
 
@@ -416,7 +503,11 @@ class FedAggStrategy(Strategy):
             accepted=self.accepted.get(job.client, NEVER),
             method=self.config.method,
             options=self.options,
+            epochs=job.epochs,
+            test=self.untested and step == 0 and model is self.server.model,
         )
+        if order.test and self.turn is not None:
+            self.turn.sought.add(job.client)
         arrays, config = messages.write_order(order, self.server.downlink.packed)
         config.update(self.extra)
         return self.message(RecordDict({"arrays": arrays, "config": config}), job.client, MessageType.TRAIN)
@@ -425,9 +516,9 @@ class FedAggStrategy(Strategy):
         return Message(content, self.members.nodes[client], kind, ttl=self.timeout, group_id=str(self.done + 1))
 
     def remark(self, client: int, text: str) -> None:
-        assert self.turn is not None
-        self.turn.remarks[client] = text
-        log(WARNING, "round %s: client %s %s", self.turn.t + 1, client, text)
+        if self.turn is not None:
+            self.turn.remarks[client] = text
+        log(WARNING, "round %s: client %s %s", self.done + 1, client, text)
 
     def stray(self, reply: Message) -> None:
         """An answer to a question whose time is over. It is about a model that is no more: it counts for nothing."""
@@ -440,6 +531,8 @@ class FedAggStrategy(Strategy):
         rows = [(client, *tag) for client, tag in sorted(self.accepted.items())]
         saved.tensors["accepted"] = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
         saved.facts |= {"seconds": self.seconds, "identity": self.identity, "token": self.token}
+        if self.pace is not None:
+            saved.facts["pace"] = {str(client): each for client, each in self.pace.each.items()}
         return saved
 
     def restore(self, saved: Checkpoint) -> None:
@@ -447,4 +540,22 @@ class FedAggStrategy(Strategy):
         self.server.resume(saved)
         self.token = int(saved.facts["token"])
         self.accepted = {client: (t, step) for client, t, step in saved.tensors["accepted"].tolist()}
+        if self.pace is not None:
+            self.pace.each = {int(client): float(each) for client, each in saved.facts.get("pace", {}).items()}
         log(INFO, "going on after round %s", self.done)
+
+
+def pooled(scores: dict[int, Scores]) -> dict[str, Any]:
+    """The nodes' own test results, weighted by their test samples; nothing where nobody has any."""
+    total = sum(score.samples for score in scores.values())
+    if not total:
+        return {}
+    loss, accuracy = (sum(s.samples * getattr(s, name) for s in scores.values()) / total for name in ("loss", "accuracy"))
+    return {"loss": loss, "accuracy": accuracy, "tested": len(scores)}
+
+
+def one_by_one(number: int, scores: dict[int, Scores]) -> dict[str, Any]:
+    """Each node's own test results of the model that a round made, for clients.jsonl."""
+    known = sorted(scores.items())
+    columns = {name: [getattr(score, name) for _, score in known] for name in ("samples", "loss", "accuracy")}
+    return {"round": number, "clients": [client for client, _ in known], **columns}

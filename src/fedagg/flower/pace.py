@@ -1,0 +1,81 @@
+"""How many epochs each node has time for, by how long its last answers took."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from flwr.app import Message, MessageType
+
+from fedagg.faults import Faults
+
+ROOM = 0.8  # of `timeout` that an answer is meant to take: the next one may take longer
+
+
+@dataclass(frozen=True)
+class Slow(Faults):
+    """Clients that have time for some of their epochs only."""
+
+    allotted: dict[int, int] = field(default_factory=dict)
+
+    def epochs(self, t: int, client: int, epochs: int) -> int:
+        return self.allotted.get(client, epochs)
+
+
+@dataclass
+class Pace:
+    """Seconds that nodes take for an epoch, with all that comes before and after it.
+
+    Where rounds close at a share of the answers, a node has the time that a round in which everybody did all epochs would take to
+    close. That does not depend on who does fewer epochs today: rounds do not get shorter and shorter.
+    """
+
+    full: int  # epochs of a node that has the time
+    timeout: float
+    share: float  # of answers that ends a round
+    client: Callable[[int], int | None]  # by node
+    each: dict[int, float] = field(default_factory=dict)  # client -> seconds an epoch
+    out: dict[str, tuple[int, int, float]] = field(default_factory=dict)  # question -> client, its epochs, when it was asked
+
+    def asked(self, question: str, message: Message) -> None:
+        client = self.client(message.metadata.dst_node_id)
+        if client is not None and message.metadata.message_type == MessageType.TRAIN:
+            self.out[question] = (client, int(str(message.content.config_records["config"]["epochs"])), time.monotonic())
+
+    def heard(self, question: str, failed: bool) -> None:
+        """An answer has come, in time or too late to be used. Of one that failed, the seconds say nothing; but Flower tells an
+        error, too, when the time for an answer is over."""
+        if question not in self.out:
+            return
+        client, epochs, since = self.out.pop(question)
+        took = time.monotonic() - since
+        if not failed:
+            self.each[client] = (self.each.get(client, took / epochs) + took / epochs) / 2
+        elif took >= ROOM * self.timeout:
+            self.late(client, epochs)
+
+    def late(self, client: int, epochs: int) -> None:
+        """One whose time was over without an answer is taken to need twice as long."""
+        self.each[client] = max(2 * self.timeout / epochs, self.each.get(client, 0.0))
+
+    def missed(self) -> None:
+        """Give up on those whose time is over."""
+        for question, (client, epochs, since) in list(self.out.items()):
+            if time.monotonic() - since >= self.timeout:
+                del self.out[question]
+                self.late(client, epochs)
+
+    def allot(self, clients: Iterable[int]) -> dict[int, int]:
+        """The epochs of each of these of whom something is known."""
+        self.missed()
+        now, known = time.monotonic(), dict(self.each)
+        for client, epochs, since in self.out.values():  # they are still at it
+            known[client] = max(known.get(client, 0.0), (now - since) / epochs)
+        here = {client: known[client] for client in clients if client in known}
+        limit = ROOM * self.timeout
+        if here and self.share < 1:
+            last = math.ceil(self.share * len(here) - 1e-9) - 1
+            limit = min(limit, self.full * sorted(here.values())[last])
+        return {client: max(1, min(self.full, int(limit / max(each, 1e-9) + 1e-9))) for client, each in here.items()}
