@@ -4,9 +4,10 @@
 
 It makes a project of the template in a temporary folder, with TLS, keys, a SuperLink with its database, nginx in front of it, and
 nodes; it starts a run that is gone on with whenever it fails, and every so often kills one part with SIGKILL (a node, the SuperLink
-with its server application, the proxy, or the server application alone) and starts it again, as systemd would. When the time is
-over, or the run complete, it looks at the record: rounds without a gap, each recorded once, and the weights those of the same
-rounds in one process without the answers that the record says were missing. The result is one JSON object.
+with its server application, the proxy, or the server application alone). What has ended is started again, as systemd would. When
+the time is over, or the run complete, it looks at the record: rounds without a gap, each recorded once, all but the last with test
+results, and the weights those of the same rounds in one process without the answers that the record says were missing. The result is
+one JSON object.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from fedagg.flower.server import split
 
 MARK = "FEDAGG_SOAK"
 PARTS = ("node", "superlink", "proxy", "server application")
+PAUSE = 5.0  # seconds before what has ended is started again, as in the units for systemd
 
 
 class Soak:
@@ -53,7 +55,7 @@ class Soak:
         cli.keys(folder, nodes=nodes, port=self.port)
 
     def commands(self) -> dict[str, list[str]]:
-        settings = f"clients={self.nodes} rounds={self.rounds} eval-every={self.rounds} timeout=60.0 out='{self.folder}/runs'"
+        settings = f"clients={self.nodes} rounds={self.rounds} timeout=60.0 out='{self.folder}/runs'"
         door = f"127.0.0.1:{self.door}"
         run = [sys.executable, "-m", "fedagg", "flower", "run", ".", "--restarts", "1000", "--patience", "600"]
         return {
@@ -104,14 +106,22 @@ class Soak:
         return len(pids)
 
     def strike(self, part: str, chance: random.Random) -> str | None:
-        """Kill a part and start it again. The name of what was hit, if anything was there."""
+        """Kill a part. The name of what was hit, if anything was there."""
         if part == "server application":
             return part if self.kill("superlink/", "flwr-serverapp") else None
         name = f"node-{chance.randrange(self.nodes)}" if part == "node" else part
-        hit = self.kill(f"{name}/")
-        self.started[name].wait(timeout=60)
-        self.start(name)
-        return name if hit else None
+        return name if self.kill(f"{name}/") else None
+
+    def tend(self) -> int:
+        """Start again what has ended, but for the run. How many parts were there?
+
+        A SuperNode that comes back before the SuperLink has missed its heartbeat is turned away, and ends by itself.
+        """
+        over = [name for name, process in self.started.items() if name != "run" and process.poll() is not None]
+        for name in over:
+            self.kill(f"{name}/")  # children of what is no more
+            self.start(name)
+        return len(over)
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         path = self.folder / "runs" / name
@@ -157,8 +167,8 @@ def replayed(folder: Path, nodes: int, rounds: int, clients: list[dict[str, Any]
 
     task = runpy.run_path(str(folder / "federation" / "task.py"))
     told = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
-    config, _ = split(told | {"clients": nodes, "rounds": rounds, "eval-every": rounds})
-    config = config.model_copy(update={"rounds": len(clients)})
+    config, _ = split(told | {"clients": nodes, "rounds": rounds})
+    config = config.model_copy(update={"rounds": len(clients), "eval_every": len(clients)})
     with seeding.seeded_global(seeding.derive(config.seed, "model"), torch.device("cpu")):
         module = task["model"]()
 
@@ -188,18 +198,23 @@ def main() -> None:
     chance = random.Random(given.seed)
     folder = given.keep or Path(tempfile.mkdtemp(prefix="fedagg-soak-")) / "project"
     soak, kills, began = Soak(folder, given.nodes, given.rounds), Counter[str](), time.monotonic()
+    starts = 0
     try:
         soak.up()
         until(lambda: len(soak.rows("metrics.jsonl")) > 0, 600)
         end, run = began + 60 * given.minutes, soak.started["run"]
         while time.monotonic() < end and run.poll() is None:
-            time.sleep(min(chance.expovariate(1 / given.every), max(0.0, end - time.monotonic())))
+            next_kill = min(time.monotonic() + chance.expovariate(1 / given.every), end)
+            while time.monotonic() < next_kill:
+                time.sleep(min(PAUSE, max(0.1, next_kill - time.monotonic())))
+                starts += soak.tend()
             if run.poll() is None and (hit := soak.strike(chance.choice(PARTS), chance)):
                 kills[hit] += 1
         # What is left goes on undisturbed for a while: was the last kill survived?
         before = len(soak.rows("metrics.jsonl"))
-        if run.poll() is None:
-            until(lambda: len(soak.rows("metrics.jsonl")) > before or run.poll() is not None, 900)
+        while run.poll() is None and len(soak.rows("metrics.jsonl")) == before and time.monotonic() < end + 900:
+            time.sleep(PAUSE)
+            starts += soak.tend()
         minutes = (time.monotonic() - began) / 60
     finally:
         soak.down()
@@ -213,13 +228,16 @@ def main() -> None:
         "rounds": done,
         "complete": complete,
         "without_a_gap": [row["round"] for row in rows] == list(range(1, len(rows) + 1)),
+        "tested": all("accuracy" in row for row in rows[:-1]),
         "kills": dict(sorted(kills.items())),
+        "started_again": starts,
         "rounds_without_somebody": sum(bool(row["left_out"]) for row in clients),
         "rounds_unchanged": sum(bool(row.get("unchanged")) for row in rows),
         "seconds_a_round": {
             "median": round(sorted(row["seconds"] for row in rows)[done // 2], 2),
             "most": round(max(row["seconds"] for row in rows), 2),
         },
+        "survived": complete or len(rows) > before,  # the last kill, too
         "accuracy": checked.get("accuracy"),
     }
     if (saved := checkpoint.latest(soak.folder / "runs" / "checkpoints")) is not None:
@@ -230,7 +248,8 @@ def main() -> None:
     if given.out is not None:
         given.out.write_text(text + "\n", encoding="utf-8")
     print(text)
-    healthy = result["without_a_gap"] and result.get("furthest_weight_from_replay", 0.0) < 1e-3
+    healthy = all(result[name] for name in ("without_a_gap", "tested", "survived"))
+    healthy = healthy and result.get("furthest_weight_from_replay", 0.0) < 1e-3
     sys.exit(0 if healthy else 1)
 
 
