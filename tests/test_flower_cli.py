@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import ssl
@@ -57,7 +58,7 @@ def test_the_template_is_a_flower_app_whose_settings_are_ours(project):
     told = tomllib.loads((project / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
     config, own = split(told)
     assert config.algorithm == "fedagg"
-    assert sorted(own) == ["close_at", "patience", "quorum", "timeout", "wait"]
+    assert sorted(own) == ["close_at", "fewer_epochs", "patience", "quorum", "timeout", "track", "wait"]
     assert all((project / name).stat().st_mode & stat.S_IXUSR for name in ("superlink.sh", "proxy.sh", "supernode.sh"))
 
 
@@ -300,6 +301,31 @@ def test_compose_opens_the_proxy_to_the_world_and_nothing_else(project):
     assert all(service["restart"] for service in services.values())
 
 
+def compose_is_there() -> bool:
+    return shutil.which("docker") is not None and subprocess.run(["docker", "compose", "version"], capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not compose_is_there(), reason="needs docker compose, of which no engine has to run")
+def test_compose_takes_its_file(project):
+    done = subprocess.run(["docker", "compose", "--profile", "*", "config", "-q"], cwd=project, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx")
+def test_nginx_takes_what_the_script_makes_of_its_file(project, tmp_path):
+    """The script itself, with an nginx in front that adds `-t`."""
+    call("keys", str(project), "--nodes", "1")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nginx").write_text(f'#!/bin/sh\nexec {shutil.which("nginx")} -t "$@"\n')
+    (tmp_path / "bin" / "nginx").chmod(0o755)
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    words, env = [str(project / "proxy.sh"), "127.0.0.1", "8443"], {**os.environ, "PATH": path}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "test is successful" in done.stderr
+    assert "[warn]" not in done.stderr
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
 def test_systemd_takes_the_units(project):
     units = sorted((project / "deploy").glob("*.service"))
@@ -329,3 +355,14 @@ def test_kubernetes_opens_the_proxy_to_the_world_and_nothing_else(project):
         assert kind["spec"]["selector"]["matchLabels"] == kind["spec"]["template"]["metadata"]["labels"]
     ports = [port for container in server["spec"]["template"]["spec"]["containers"] for port in container.get("ports", [])]
     assert ports == [{"containerPort": 8443}]
+
+
+def test_kubernetes_takes_its_file(project):
+    """By its own schema, in which nothing may stand that it does not know."""
+    yaml, validator = pytest.importorskip("yaml"), pytest.importorskip("kubernetes_validate")
+    found = list(yaml.safe_load_all((project / "deploy" / "kubernetes.yaml").read_text()))
+    assert [thing["kind"] for thing in found] == ["Service", "StatefulSet", "StatefulSet"]
+    for thing in found:
+        validator.validate(thing, "1.30", strict=True)
+    with pytest.raises(validator.ValidationError):
+        validator.validate({**found[0], "spce": {}}, "1.30", strict=True)

@@ -6,8 +6,8 @@ It makes a project of the template in a temporary folder, with TLS, keys, a Supe
 nodes; it starts a run that is gone on with whenever it fails, and every so often kills one part with SIGKILL (a node, the SuperLink
 with its server application, the proxy, or the server application alone). What has ended is started again, as systemd would. When
 the time is over, or the run complete, it looks at the record: rounds without a gap, each recorded once, all but the last with test
-results, and the weights those of the same rounds in one process without the answers that the record says were missing. The result is
-one JSON object.
+results, and the weights those of the same rounds in one process without the answers that the record says were missing. The result
+is one JSON object.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ PAUSE = 5.0  # seconds before what has ended is started again, as in the units f
 
 
 class Soak:
-    def __init__(self, folder: Path, nodes: int, rounds: int) -> None:
-        self.folder, self.nodes, self.rounds, self.tag = folder, nodes, rounds, f"{os.getpid()}-{time.monotonic_ns()}"
+    def __init__(self, folder: Path, nodes: int, rounds: int, timeout: float) -> None:
+        self.folder, self.nodes, self.rounds, self.timeout = folder, nodes, rounds, timeout
+        self.tag = f"{os.getpid()}-{time.monotonic_ns()}"
         self.port, self.door, *self.ports = free_ports(nodes + 2)
         self.started: dict[str, subprocess.Popen[bytes]] = {}
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
@@ -55,7 +56,7 @@ class Soak:
         cli.keys(folder, nodes=nodes, port=self.port)
 
     def commands(self) -> dict[str, list[str]]:
-        settings = f"clients={self.nodes} rounds={self.rounds} timeout=60.0 out='{self.folder}/runs'"
+        settings = f"clients={self.nodes} rounds={self.rounds} timeout={self.timeout:f} out='{self.folder}/runs'"
         door = f"127.0.0.1:{self.door}"
         run = [sys.executable, "-m", "fedagg", "flower", "run", ".", "--restarts", "1000", "--patience", "600"]
         return {
@@ -189,6 +190,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=100_000, help="the soak ends when they are done")
     parser.add_argument("--every", type=float, default=45.0, help="mean seconds between two kills")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds that a node has for its answer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="where the result goes; the screen, if nowhere")
     parser.add_argument("--keep", type=Path, help="a new folder for the project, kept for a look at its logs")
@@ -197,11 +199,11 @@ def main() -> None:
         sys.exit("nginx is missing: install it, on Debian with: apt-get install nginx-light")
     chance = random.Random(given.seed)
     folder = given.keep or Path(tempfile.mkdtemp(prefix="fedagg-soak-")) / "project"
-    soak, kills, began = Soak(folder, given.nodes, given.rounds), Counter[str](), time.monotonic()
+    soak, kills, began = Soak(folder, given.nodes, given.rounds, given.timeout), Counter[str](), time.monotonic()
     starts = 0
     try:
         soak.up()
-        until(lambda: len(soak.rows("metrics.jsonl")) > 0, 600)
+        until(lambda: len(soak.rows("metrics.jsonl")) > 0, max(600.0, 4 * given.timeout))
         end, run = began + 60 * given.minutes, soak.started["run"]
         while time.monotonic() < end and run.poll() is None:
             next_kill = min(time.monotonic() + chance.expovariate(1 / given.every), end)
