@@ -344,7 +344,8 @@ def test_every_sum_that_was_used_is_counted_however_often_the_server_stops(tmp_p
             return super().send_and_receive(messages, timeout=timeout)
 
     def begin(grid):
-        strategy = FedAggStrategy(model(), settings(participation=1.0), privacy=Privacy(CLIP, 1.0), out=tmp_path)
+        config, privacy = settings(participation=1.0), Privacy(CLIP, 1.0)
+        strategy = FedAggStrategy(model(), config, privacy=privacy, out=tmp_path, test_apart=True)
         strategy.run(grid(client_app(model, node), NODES), wait=0)
         return strategy
 
@@ -365,7 +366,7 @@ def test_under_privacy_a_round_does_not_tell_who_answered():
 
 @pytest.mark.parametrize("method", ["fedavg", "fedagg"])
 def test_noise_goes_with_secure_aggregation(method):
-    """The sum is that of the clipped updates, as without masks; all that leaves a node is masked, and its sample count."""
+    """The sum is that of the clipped updates, as without masks; all that leaves a node is masked, but for its test results."""
     clear, _ = private(Privacy(CLIP, 1e-9), algorithm=method)
     veiled, grid = private(Privacy(CLIP, 1e-9), algorithm=method, secure=True)
     gone = (clear.server.model.w - clear.layout.pack(model()).w).norm()
@@ -374,6 +375,8 @@ def test_noise_goes_with_secure_aggregation(method):
     for message, _ in grid.received:
         if trains(message):
             told = {name: dict(record) for name, record in message.content.config_records.items() if len(record)}
+            tests = told.pop("fitres.metrics", {})
+            assert all(name.startswith("test-") for name in tests)
             assert told.keys() <= {"secaggplus_configs", "fitres.num_examples", "fitres.status"}
             assert told.get("fitres.num_examples", {"num_examples": 1}) == {"num_examples": 1}
     # However the protocol ends, there is a sum: here it is noise alone.
