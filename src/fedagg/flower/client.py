@@ -111,7 +111,7 @@ def client_app(
             at = messages.read_model(messages.one(message.content.array_records), Layout(module))
             setting = setting_of(module, node, ClientOptions(epochs=1, batch_size=1), context, loss)
             scores = tested(setting, node, at.to(setting.device))
-        record = MetricRecord({"num-examples": 0} if scores is None else scores.told())
+        record = MetricRecord({"num-examples": 0, **(scores.told() if scores is not None else {})})
         return Message(RecordDict({"metrics": record}), reply_to=message)
 
     return app

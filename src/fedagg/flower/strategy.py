@@ -251,8 +251,8 @@ class FedAggStrategy(Strategy):
             except Lonely as why:
                 raise FedaggError(f"round {self.done + 1}: {why}; {self.advice()}") from None
             except Enough:
-                result, why = Result(), "a callback says so" if self.stopped else "one more would pass epsilon-max"
-                log(WARNING, "the run ends after %s of %s rounds: %s", self.done, self.config.rounds, why)
+                result, cause = Result(), "a callback says so" if self.stopped else "one more would pass epsilon-max"
+                log(WARNING, "the run ends after %s of %s rounds: %s", self.done, self.config.rounds, cause)
                 self.test_last(grid)
             self.finish(result.arrays if result.arrays else self.arrays())
         tell(self.callbacks, "finished", self.result)
