@@ -72,7 +72,7 @@ def folder(path: Path, setting: str = "out") -> Path:
         path.mkdir(parents=True, exist_ok=True)
         probe = path / f".probe.{os.getpid()}"
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # another thread may have been here at the same time
     except OSError as error:
         raise FedaggError(f"{setting} = {str(path)!r}: {reason(error)}; choose a folder you can write to") from None
     return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -91,9 +92,9 @@ class Dataset:
                 part (0.2), or the test part itself; `name`, `classes` and `task` are those of the Dataset; samples in files
                 that would take more than `memory` GiB (half of the machine's) stay on the disk.
         """
-        from fedagg.data import of
-
-        return of.dataset(source, **options)
+        readers = importlib.import_module("fedagg.data.of")  # they make Datasets themselves, so they come later
+        made: Dataset = readers.dataset(source, **options)
+        return made
 
     def of_task(self, task: str | None) -> Dataset:
         """The same samples with their targets understood as those of another task."""

@@ -274,14 +274,14 @@ def given(trial: Entry) -> str:
 
 
 def from_cell(cell: Measured) -> Entry:
-    columns = {name: cell.column(name) for name in (*FIGURES, *SPENT)} | {"accuracy": cell.column(cell.metric.key)}
+    columns = {name: cell.column(name) for name in (*FIGURES, *SPENT, "passes")} | {"accuracy": cell.column(cell.metric.key)}
     known = make(cell.config, recorded=True)
     figures = (cell.score, cell.best, cell.loss)
     return Entry(known, cell.rounds, columns, *figures, cell.environment, None, cell.metric, fared(cell.figures))
 
 
 def from_run(run: Run) -> Entry:
-    columns: dict[str, Column] = {name: [row.get(name) for row in run.history] for name in (*FIGURES, *SPENT)}
+    columns: dict[str, Column] = {name: [row.get(name) for row in run.history] for name in (*FIGURES, *SPENT, "passes")}
     columns["accuracy"] = [row.get(run.metric.key) for row in run.history]
     columns["rate"] = [mean(row.get("rate_mean")) for row in run.history]
     scored = [value for value in columns["accuracy"] if value is not None]
