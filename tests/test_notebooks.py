@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ def test_own_data_and_own_method(name: str, tmp_path: Path) -> None:
         assert "<pre" not in put_out[1]  # progress=False
 
 
+@pytest.mark.skipif("FEDAGG_PROCESSES" not in os.environ, reason="starts Ray, a minute; FEDAGG_PROCESSES=all runs it")
 @pytest.mark.slow
 def test_federation(tmp_path: Path) -> None:
     pytest.importorskip("flwr", reason="needs fedagg[flower]")
