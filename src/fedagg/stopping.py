@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from fedagg.config import Config
 
 
-class Rule:
+class Rule(ABC):
     """A callback that stops a run by what its rounds came to, those before a resume included. `reason` says why it did."""
 
     def __init__(self) -> None:
@@ -34,8 +35,9 @@ class Rule:
         value = row.get(self.metric.key)
         return value is not None and self.enough(row["round"], value)
 
+    @abstractmethod
     def enough(self, number: int, value: float) -> bool:
-        raise NotImplementedError
+        """Is it, with this value of the metric in this round?"""
 
 
 class StopAt(Rule):
