@@ -41,7 +41,7 @@ def watch(
     ] = None,
     piped: Annotated[bool, typer.Option("--until-input-ends", hidden=True)] = False,
 ) -> None:
-    """Follow runs in a web page while they train: the page of `fedagg report`, which changes as they go on.
+    """Follow runs in a web page while they train: the report's page, which changes as they go on.
 
     It is served on this machine only, until Ctrl-C.
     """
