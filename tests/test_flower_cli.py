@@ -138,7 +138,7 @@ class FakeLink:
         self.stopped: list[int] = []
 
     def close(self) -> None:
-        pass
+        """There is no connection to close."""
 
     def refuse(self, code: int, words: str) -> None:
         request = httpx.Request("POST", "https://link")
