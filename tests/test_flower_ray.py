@@ -38,7 +38,7 @@ def test_agrees_with_the_simulator(tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found = load_file(out)
