@@ -34,8 +34,8 @@ RATES = 6  # that are tried at once, from a quarter of the base rate up
 SHIFTS = 4  # of that range at most, while the best of it lies at an end
 SHARE = 0.5  # of the rate that is best for a client alone: what is good for one is too much for the average
 GROWTH = 1.2  # of the rate in a round at most
-YOUTH = 8.0  # rounds: round t changes what earlier ones have led to by about one part in t + YOUTH
-MEMORY = 0.7  # of the line search, for earlier rounds
+YOUTH = 3.0  # rounds: round t changes what earlier ones have led to by about one part in t + YOUTH
+MEMORY = 0.7  # of the agreement and of the line search, for earlier rounds
 RATE_BAND = (0.1, 2.0)  # rates stay within these multiples of the pace
 KEPT = ("phi1", "known", "agreement", "back")  # what an undone round gives back
 
@@ -158,7 +158,7 @@ class FedAgg(Algorithm):
         own2 = out.norm2 / out.travel**2 + 2 * (1 - own) * along / out.travel + (1 - own) ** 2 * norm2
         now = meanfield.agreement(float(gradient.double().square().sum()), float(own2.mean()) / own**2, len(out.clients))
         before = self.state["agreement"] if self.state["known"] else now
-        self.state |= {"agreement": (before + now) / 2, "phi1": fresh, "known": self.state["known"] + 1}
+        self.state |= {"agreement": MEMORY * before + (1 - MEMORY) * now, "phi1": fresh, "known": self.state["known"] + 1}
 
     def look_back(self, out: Outcome) -> None:
         """How did the last step do, on the samples at hand? If it lowered the loss and the lowest point lies beyond its end, in the
@@ -187,10 +187,10 @@ class FedAgg(Algorithm):
             self.state["rate"] = wanted if steady > 0 else max(rate, min(wanted, self.state["alone"]))
 
     def average(self, model: Model) -> None:
-        """The average of the path, in which later models weigh more (Shamir, Zhang 2013, with η = 8). Where every round lowers the
+        """The average of the path, in which later models weigh more (Shamir, Zhang 2013, with η = 3). Where every round lowers the
         loss, it is the last model; where rounds undo each other, as with few clients whose data differ, it is not."""
         known, swing = self.state["known"], self.state["swing"]
-        share = max((YOUTH + 1) / (YOUTH + known), (self.state["trend"] / swing) ** 2 if swing else 1.0)
+        share = max((YOUTH + 1) / (YOUTH + known), (self.state["trend"] / swing) ** 4 if swing else 1.0)
         self.state["shown"] = self.state["shown"] + share * (model.w - self.state["shown"])
 
     def reported(self, model: Model) -> Model:
