@@ -39,7 +39,7 @@ def exposition(
     lines: list[str] = []
 
     def tell(name: str, what: str, kind: str, *values: tuple[str, float]) -> None:
-        lines.extend((f"# HELP fedagg_{name} {' '.join(what.split())}", f"# TYPE fedagg_{name} {kind}"))
+        lines.extend((f"# HELP fedagg_{name} {escaped(what)}", f"# TYPE fedagg_{name} {kind}"))
         lines.extend(f"fedagg_{name}{label} {float(value)!r}" for label, value in values)
 
     tell("rounds_planned", "rounds that the run is to do", "gauge", ("", rounds))
@@ -64,6 +64,11 @@ def exposition(
         *((f'{{cause="{c}"}}', n) for c, n in causes.items()),
     )
     return "\n".join(lines) + "\n"
+
+
+def escaped(text: str) -> str:
+    """In one line, as a label of the user's may not be."""
+    return " ".join(text.split()).replace("\\", "\\\\")
 
 
 def plain(key: str) -> str:
