@@ -20,6 +20,7 @@ from fedagg.work import Loss, cross_entropy
 
 PADDING = -100  # the label of a token that does not count
 LEAST_VARIANCE = 1e-12  # of a target, against its square: less is rounding
+ROUNDING = 1e-9  # of sums over many samples
 
 
 def anything(sums: Tensor, samples: int) -> bool:
@@ -151,7 +152,7 @@ def possible_residuals(sums: Tensor, samples: int) -> bool:
     if len(sums) < 4 or len(sums) % 3 != 1 or float(sums[-1]) != samples:
         return False
     error, total, squares = sums[:-1].view(3, -1)
-    most = (samples * squares * (1 + LEAST_VARIANCE)).clamp_min(0)  # Cauchy and Schwarz
+    most = (samples * squares * (1 + ROUNDING)).clamp_min(0)  # Cauchy and Schwarz
     return bool(((error >= 0) & (squares >= 0) & (total.square() <= most)).all())
 
 

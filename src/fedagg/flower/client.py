@@ -66,7 +66,7 @@ def client_app(
     app = ClientApp()
 
     def task_and_data(message: Message, context: Context) -> tuple[Task, NodeData]:
-        told = message.content.config_records.get("config", ConfigRecord())
+        told: Any = message.content.config_records.get("config", {})
         return scores.asked(told, metric), node_data(data(context), told.get("task"))
 
     @app.query(mods=[kinds_only])

@@ -29,8 +29,8 @@ def node_data(given: Any, task: str | None = None) -> NodeData:
     if isinstance(given, Dataset):
         return NodeData(given.of_task(task), True)
     train, test = of.read(given)
-    parts = (train, test or train)
-    return NodeData(Dataset(*(array for part in parts for array in (part.x, part.y)), task=task), test is not None)
+    tested = test or train
+    return NodeData(Dataset(train.x, train.y, tested.x, tested.y, task=task), test is not None)
 
 
 def cached(context: Context, make: Callable[[], Sequence[Any]], name: str = "data") -> tuple[np.ndarray, ...]:
