@@ -35,7 +35,7 @@ from fedagg.flower.kinds import kinds_only
 from fedagg.flower.privacy import planned, updates_only
 from fedagg.flower.scores import OwnMetric, Scores
 from fedagg.memory import ClientMemory
-from fedagg.tasks import Task
+from fedagg.tasks import CLASSIFICATION, Task
 from fedagg.work import Chunk, ClientOptions, Job, Loss, Report, Work
 
 
@@ -140,9 +140,13 @@ def tested(setting: Setting, node: NodeData, model: Model, task: Task) -> Scores
 
 @torch.no_grad()
 def fitting(module: nn.Module, task: Task, node: NodeData) -> None:
-    """Does the model put out what the node's targets are held against? Else numbers of other shapes might be, and no word of it."""
-    x, y = node.data.x_train[:2].clone(), node.data.y_train[:2]
-    if node.data.task == task.name and (words := checks.misfit(output := copy.deepcopy(module).eval()(x), y, task, node.data)):
+    """Does the model put out what the node's targets are held against? Numbers of another shape would be, too, and
+    nobody would know. Class labels are safe: the loss itself refuses what does not fit."""
+    if task.name == CLASSIFICATION.name or node.data.task != task.name:
+        return
+    x, y = node.data.x_train[:2].to(next(module.parameters()).device, copy=True), node.data.y_train[:2]
+    output = copy.deepcopy(module).eval()(x)
+    if words := checks.misfit(output, y, task, node.data):
         form = tuple(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__}"
         raise SettingError("model()", form, f"for {len(x)} samples of {task.name} it must put out {words}")
 

@@ -228,8 +228,8 @@ class FedAggStrategy(Strategy):
         self.heads: dict[str, nn.Module] = {}
         self.about: list[dict[str, Any]] = []  # this process's lines of clients.jsonl
         form = repr((self.layout.parameters, self.layout.buffers))
-        self.identity = {"model": hashlib.blake2b(form.encode(), digest_size=16).hexdigest(), "privacy": repr(privacy)}
-        self.identity |= {} if self.task is CLASSIFICATION else {"metric": self.task.metric.key}
+        digest = hashlib.blake2b(form.encode(), digest_size=16).hexdigest()
+        self.identity = {"model": digest, "privacy": repr(privacy), "metric": self.task.metric.key}
         folder = Path(out) if out is not None else None
         environment = record.environment(torch.device("cpu"), Remote.note, fedagg.__version__)
         environment |= {} if self.task is CLASSIFICATION else {"metric": self.task.metric.facts()}
