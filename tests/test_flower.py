@@ -330,10 +330,14 @@ def test_a_node_that_claims_too_many_samples_takes_no_memory_and_no_part(samples
 
 
 SCORES = [
-    {"accuracy": 1e9},
-    {"accuracy": -0.1},
-    {"accuracy": float("nan")},
-    {"accuracy": [0.5]},
+    {"accuracy": [1e9, 100.0]},
+    {"accuracy": [-1.0, 100.0]},
+    {"accuracy": [float("nan"), 100.0]},
+    {"accuracy": 0.5},
+    {"accuracy": [50.5, 100.0]},
+    {"accuracy": [50.0, 90.0]},
+    {"accuracy": [50.0]},
+    {"accuracy": [50.0, 100.0, 0.0]},
     {"loss": 1e300},
     {"loss": float("nan")},
     {"num-examples": 2**62},
@@ -354,12 +358,12 @@ def test_test_results_that_cannot_be_are_not_used(scores, number):
     here, there = (strategy.book.history[number] for strategy in scores)
     assert (here["tested"], there["tested"]) == (3, 4)  # all nodes have the same test samples
     assert (here["loss"], here["accuracy"]) == pytest.approx((there["loss"], there["accuracy"]))
-    what = "an incomplete answer" if isinstance(SCORES[number].get("accuracy"), list) else "test results that cannot be"
+    what = "an incomplete answer" if isinstance(SCORES[number].get("accuracy"), float) else "test results that cannot be"
     assert scores[0].about[number]["remarks"] == {"2": f"sent {what}; not used"}
 
 
 def test_test_results_that_cannot_be_do_not_cost_the_update_they_come_with():
-    strategy = lied_to("train", {"test-accuracy": 7.0}, test_apart=False)
+    strategy = lied_to("train", {"test-accuracy": [101.0, 100.0]}, test_apart=False)
     assert [row["tested"] for row in strategy.book.history] == [3, 3, 4]  # of the last, it tells the truth
     assert [row["clients"] for row in strategy.about] == [[0, 1, 2, 3]] * 3
     remark = {"2": "sent test results that cannot be; not used"}

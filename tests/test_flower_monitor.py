@@ -22,10 +22,10 @@ def parsed(text: str) -> dict[str, float]:
     """By Prometheus' grammar: comments, and lines of a name, labels and a number. A name is described once, before its values."""
     found, described = {}, []
     for line in text.splitlines():
-        if match := re.fullmatch(r"# (HELP|TYPE) ([a-z_]+) (.+)", line):
+        if match := re.fullmatch(r"# (HELP|TYPE) ([a-z_][a-z_0-9]*) (.+)", line):
             described.append(match[2])
             continue
-        match = re.fullmatch(r'([a-z_]+)(\{[a-z]+="[^"\\\n]*"\})? (\S+)', line)
+        match = re.fullmatch(r'([a-z_][a-z_0-9]*)(\{[a-z]+="[^"\\\n]*"\})? (\S+)', line)
         assert match, line
         assert match[1] == described[-1]
         found[match[1] + (match[2] or "")] = float(match[3])

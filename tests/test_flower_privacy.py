@@ -389,7 +389,7 @@ def test_rounding_under_the_masks_does_not_lengthen_an_update():
     """Whatever SecAgg+ makes of an update that was clipped on the node is no longer than the noise covers."""
     delta = torch.randn(7850, generator=torch.Generator().manual_seed(0)) * 100
     chunk = SimpleNamespace(delta=delta[None])
-    record = private_answer(chunk, CLIP).array_records["fitres.parameters"]
+    record = private_answer(chunk, CLIP, {}).array_records["fitres.parameters"]
     (sent,) = (array.numpy() for array in record.values())
     lengths = [np.linalg.norm(dequantize(quantize([sent], CLIP, LEVELS), CLIP, LEVELS)[0]) for _ in range(5)]
     assert 0.999 * CLIP < min(lengths) <= max(lengths) <= CLIP

@@ -209,8 +209,7 @@ def fits(config: Config, algorithm: Algorithm, task: Task) -> None:
     """Can the method learn this task, and can clients be told apart in it?"""
     if task.name == CLASSIFICATION.name:
         return
-    if algorithm.labels:
-        raise SettingError("algorithm", config.method, f"looks at class labels, and the task is {task.name}; choose another method")
+    learns(config, algorithm, task)
     asked = [f"--{name.replace('_', '-')}" for name in ("per_client", "personal") if getattr(config, name)]
     asked += [config.method] if type(algorithm).personalised is not Algorithm.personalised else []
     if asked and not config.client_test:
@@ -218,6 +217,12 @@ def fits(config: Config, algorithm: Algorithm, task: Task) -> None:
             f"{asked[0]} tests on samples like a client's own, which labels tell, and {task.name} has none; give a share, as 0.2"
         )
         raise SettingError("client_test", config.client_test, words)
+
+
+def learns(config: Config, algorithm: Algorithm, task: Task) -> None:
+    """Can the method learn this task?"""
+    if algorithm.labels and task.name != CLASSIFICATION.name:
+        raise SettingError("algorithm", config.method, f"looks at class labels, and the task is {task.name}; choose another method")
 
 
 def try_out(

@@ -20,15 +20,22 @@ from fedagg.work import Loss, cross_entropy
 
 PADDING = -100  # the label of a token that does not count
 LEAST_VARIANCE = 1e-12  # of a target, against its square: less is rounding
+ROUNDING = 1e-9  # of sums over many samples
+
+
+def anything(sums: Tensor, samples: int) -> bool:
+    return True
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metric(Measure):
     """A figure as it is computed. `tally` gives every sample's numbers, (B, k), of output and target; `score` is a function of
-    their sums, (k,)."""
+    their sums, (k,). `possible` tells whether so many samples can have such sums, which are finite: what nodes of a federation say
+    is not taken on trust."""
 
     tally: Callable[[Tensor, Tensor], Tensor]
     score: Callable[[Tensor], float]
+    possible: Callable[[Tensor, int], bool] = anything
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,7 @@ TAKEN = {
     *("round", "loss", "train_loss", "rate_mean", "rate_min", "rate_max", "drift", "drift_max", "passes", "participants"),
     *("left_out", "causes", "stragglers", "samples", "bytes_up", "bytes_down", "unchanged", "seconds", "client_mean"),
     *("client_worst", "client_spread"),
+    *("tested", "bytes_tests", "epsilon", "epsilon_replaced"),  # in a real federation
 }
 
 
@@ -83,7 +91,7 @@ def averaged(function: Callable[[Tensor, Tensor], Tensor]) -> Metric:
             raise SettingError("metric", name, f"must give one number a sample, and gave {form} for {len(y)}")
         return with_count(scores)
 
-    return Metric(key, key.replace("_", " "), percent=False, tally=tally, score=mean)
+    return Metric(key, key.replace("_", " "), percent=False, tally=tally, score=mean, possible=one_each)
 
 
 def with_count(values: Tensor) -> Tensor:
@@ -95,6 +103,20 @@ def with_count(values: Tensor) -> Tensor:
 def mean(sums: Tensor) -> float:
     total, count = sums.tolist()
     return total / count if count else math.nan
+
+
+def one_each(sums: Tensor, samples: int) -> bool:
+    """Is this a total, and how many samples it is of?"""
+    return len(sums) == 2 and float(sums[1]) == samples
+
+
+def whole(sums: Tensor) -> bool:
+    return bool(((sums >= 0) & (sums == sums.round())).all())
+
+
+def some_right(sums: Tensor, samples: int) -> bool:
+    """Are these hits, and of how many?"""
+    return len(sums) == 2 and whole(sums) and bool(sums[0] <= sums[1])
 
 
 def wide(output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,6 +146,14 @@ def r_squared(sums: Tensor) -> float:
     spread = squares - total.square() / count
     varies = spread > LEAST_VARIANCE * squares
     return float((1 - error / spread)[varies].mean()) if bool(varies.any()) else math.nan
+
+
+def possible_residuals(sums: Tensor, samples: int) -> bool:
+    if len(sums) < 4 or len(sums) % 3 != 1 or float(sums[-1]) != samples:
+        return False
+    error, total, squares = sums[:-1].view(3, -1)
+    most = (samples * squares * (1 + ROUNDING)).clamp_min(0)  # Cauchy and Schwarz
+    return bool(((error >= 0) & (squares >= 0) & (total.square() <= most)).all())
 
 
 def absolute_error(output: Tensor, y: Tensor) -> Tensor:
@@ -187,12 +217,28 @@ def hits(output: Tensor, y: Tensor) -> Tensor:
     return with_count(output.argmax(-1) == y)
 
 
-ACCURACY = Metric("accuracy", "accuracy", tally=hits, score=mean)
-R2 = Metric("r2", "R²", percent=False, tally=residuals, score=r_squared)
-MAE = Metric("mae", "MAE", percent=False, higher=False, tally=absolute_error, score=mean)
-F1 = Metric("f1", "F1", tally=found_labels, score=f1)
-TOKEN_ACCURACY = Metric("accuracy", "token accuracy", tally=token_hits, score=mean)
-PERPLEXITY = Metric("perplexity", "perplexity", percent=False, higher=False, tally=token_surprise, score=perplexity)
+ACCURACY = Metric(
+    "accuracy", "accuracy", tally=hits, score=mean, possible=lambda sums, n: some_right(sums, n) and one_each(sums, n)
+)
+R2 = Metric("r2", "R²", percent=False, tally=residuals, score=r_squared, possible=possible_residuals)
+MAE = Metric(
+    *("mae", "MAE"),
+    percent=False,
+    higher=False,
+    tally=absolute_error,
+    score=mean,
+    possible=lambda sums, n: one_each(sums, n) and bool(sums[0] >= 0),
+)
+F1 = Metric("f1", "F1", tally=found_labels, score=f1, possible=lambda sums, _: len(sums) == 3 and whole(sums))
+TOKEN_ACCURACY = Metric("accuracy", "token accuracy", tally=token_hits, score=mean, possible=some_right)
+PERPLEXITY = Metric(
+    *("perplexity", "perplexity"),
+    percent=False,
+    higher=False,
+    tally=token_surprise,
+    score=perplexity,
+    possible=lambda sums, _: len(sums) == 2 and bool(sums[0] >= 0) and whole(sums[1]),
+)
 
 CLASSIFICATION = Task("classification", cross_entropy, ACCURACY)
 REGRESSION = Task("regression", squared_error, R2, (MAE,))

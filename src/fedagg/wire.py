@@ -37,12 +37,12 @@ def up(work: Work, model: Model, epochs: int, represented: int = 0) -> int:
     return FLOAT * vectors + NUMBER * epochs + ANSWER
 
 
-def tested_along(asked: int, answered: int) -> int:
-    """Bytes of an evaluation that goes along with training, for which the model is there already: a flag to each node, and three
-    numbers back."""
-    return asked * FLAG + answered * 3 * NUMBER
+def tested_along(asked: int, numbers: int) -> int:
+    """Bytes of an evaluation that goes along with training, for which the model is there already: a flag to each node, and so many
+    numbers back from all."""
+    return asked * FLAG + numbers * NUMBER
 
 
-def tested(model: Model, asked: int, answered: int) -> int:
-    """Bytes of an evaluation in messages of its own: the model to each node, and three numbers back."""
-    return asked * FLOAT * (len(model.w) + len(model.buffers)) + answered * 3 * NUMBER
+def tested(model: Model, asked: int, numbers: int) -> int:
+    """Bytes of an evaluation in messages of its own: the model to each node, and so many numbers back from all."""
+    return asked * FLOAT * (len(model.w) + len(model.buffers)) + numbers * NUMBER

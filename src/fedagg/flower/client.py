@@ -22,26 +22,29 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 import fedagg
-from fedagg import algorithms, files, plugins
+from fedagg import algorithms, checks, files, plugins
 from fedagg.engines.base import Setting
 from fedagg.engines.sequential import Sequential
 from fedagg.errors import SettingError
 from fedagg.evaluate import Evaluator
 from fedagg.federation import pick_device
 from fedagg.flat import Layout, Model
-from fedagg.flower import messages
+from fedagg.flower import messages, scores
 from fedagg.flower.data import NodeData, node_data
 from fedagg.flower.kinds import kinds_only
 from fedagg.flower.privacy import planned, updates_only
+from fedagg.flower.scores import OwnMetric, Scores
 from fedagg.memory import ClientMemory
-from fedagg.work import Chunk, ClientOptions, Job, Loss, Report, Work, cross_entropy
+from fedagg.tasks import CLASSIFICATION, Task
+from fedagg.work import Chunk, ClientOptions, Job, Loss, Report, Work
 
 
 def client_app(
     model: Callable[[], nn.Module],
     data: Callable[[Context], Any],
     *,
-    loss: Loss = cross_entropy,
+    loss: Loss | None = None,
+    metric: OwnMetric | None = None,
     mods: Sequence[Any] = (),
     quiet: bool = False,
 ) -> ClientApp:
@@ -50,7 +53,8 @@ def client_app(
     Args:
         model: makes the network; the server makes the same one.
         data: the node's own samples; `context.node_config["partition-id"]` says which node it is.
-        loss: per-sample loss of (output, target), (B,); cross-entropy by default.
+        loss: per-sample loss of (output, target), (B,); by default the task's, as cross-entropy for class labels.
+        metric: where the server was given a metric of your own, the same one.
         mods: Flower mods around training, such as `LocalDpMod`; not SecAgg+, which is there already and waits for the server.
         quiet: say nothing beside the update that the server does not know: no losses, no rates of one's own, no test
             results. With `LocalDpMod`, all that leaves the node is then covered by its noise.
@@ -61,21 +65,28 @@ def client_app(
         )
     app = ClientApp()
 
+    def task_and_data(message: Message, context: Context) -> tuple[Task, NodeData]:
+        told: Any = message.content.config_records.get("config", {})
+        return scores.asked(told, metric), node_data(data(context), told.get("task"))
+
     @app.query(mods=[kinds_only])
     def hello(message: Message, context: Context) -> Message:
-        """Who am I: which partition, how many samples, what size of model, what version. Nothing else about the data is told."""
-        node, layout = node_data(data(context)), Layout(model())
+        """Who am I: which partition, how many samples of which task, what size of model, what version. Nothing else about the data
+        is told."""
+        module, (task, node) = model(), task_and_data(message, context)
+        layout = Layout(module)
+        fitting(module, task, node)
         record = MetricRecord(
             {"client": client_of(context), "num-examples": len(node.data), "weights": layout.d, "buffers": layout.b}
         )
-        version = ConfigRecord({"fedagg": fedagg.__version__})
+        version = ConfigRecord({"fedagg": fedagg.__version__, "task": node.data.task})
         return Message(RecordDict({"metrics": record, "version": version}), reply_to=message)
 
     @app.train(mods=[kinds_only, veil, *mods])
     def train(message: Message, context: Context) -> Message:
-        module, node, client = model(), node_data(data(context)), client_of(context)
+        module, (task, node), client = model(), task_and_data(message, context), client_of(context)
         order = messages.read_order(message.content, Layout(module))
-        setting = setting_of(module, node, order.local, context, loss, order.work.represent)
+        setting = setting_of(module, node, order.local, context, task, loss, order.work.represent)
         samples = torch.arange(len(node.data))
         job = Job(client=client, samples=samples, epochs=order.epochs, seed=order.seed)
         at, work = order.model.to(setting.device), messages.moved(order.work, setting.device)
@@ -83,7 +94,8 @@ def client_app(
         work = replace(work, **{name: getattr(method, name) for name in order.custom})
         if quiet:
             updates_only(work, "quiet")
-        scores = tested(setting, node, at) if order.test and not quiet else None
+        found = tested(setting, node, at, task) if order.test and not quiet else None
+        tests = found.told(scores.ALONG) if found is not None else {}
         memory = ClientMemory(client + 1, setting.layout.d)
         if work.memory:
             memory.write(client, recall(context, order, setting.layout.d))
@@ -99,30 +111,44 @@ def client_app(
             from fedagg.flower.secagg import private_answer, veiled_answer
 
             longest = order.longest
-            answer = veiled_answer(chunk, work, len(samples), scores) if longest is None else private_answer(chunk, longest, scores)
+            answer = veiled_answer(chunk, work, len(samples), tests) if longest is None else private_answer(chunk, longest, tests)
             return Message(answer, reply_to=message)
-        return Message(messages.write_answer(chunk, at, len(samples), scores), reply_to=message)
+        return Message(messages.write_answer(chunk, at, len(samples), tests), reply_to=message)
 
     @app.evaluate(mods=[kinds_only])
     def evaluate(message: Message, context: Context) -> Message:
-        module, node = model(), node_data(data(context))
-        scores = None
+        module, (task, node) = model(), task_and_data(message, context)
+        found = None
         if not quiet:
             at = messages.read_model(messages.one(message.content.array_records), Layout(module))
-            setting = setting_of(module, node, ClientOptions(epochs=1, batch_size=1), context, loss)
-            scores = tested(setting, node, at.to(setting.device))
-        record = MetricRecord({"num-examples": 0, **(scores.told() if scores is not None else {})})
+            setting = setting_of(module, node, ClientOptions(epochs=1, batch_size=1), context, task, loss)
+            found = tested(setting, node, at.to(setting.device), task)
+        record = MetricRecord({"num-examples": 0, **(found.told() if found is not None else {})})
         return Message(RecordDict({"metrics": record}), reply_to=message)
 
     return app
 
 
-def tested(setting: Setting, node: NodeData, model: Model) -> messages.Scores | None:
+def tested(setting: Setting, node: NodeData, model: Model, task: Task) -> Scores | None:
     """The model on the node's own test samples, if it has any."""
     if not node.tests:
         return None
-    found = Evaluator(setting, node.data.x_test, node.data.y_test)(model)
-    return messages.Scores(len(node.data.y_test), found["loss"], found["accuracy"])
+    losses, tallies = Evaluator(setting, node.data.x_test, node.data.y_test, task).samples(model)
+    sums = {metric.key: tally.sum(1).tolist() for metric, tally in zip(task.metrics, tallies, strict=True)}
+    return Scores(len(losses), float(losses.double().mean()), sums)
+
+
+@torch.no_grad()
+def fitting(module: nn.Module, task: Task, node: NodeData) -> None:
+    """Does the model put out what the node's targets are held against? Numbers of another shape would be, too, and
+    nobody would know. Class labels are safe: the loss itself refuses what does not fit."""
+    if task.name == CLASSIFICATION.name or node.data.task != task.name:
+        return
+    x, y = node.data.x_train[:2].to(next(module.parameters()).device, copy=True), node.data.y_train[:2]
+    output = copy.deepcopy(module).eval()(x)
+    if words := checks.misfit(output, y, task, node.data):
+        form = tuple(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__}"
+        raise SettingError("model()", form, f"for {len(x)} samples of {task.name} it must put out {words}")
 
 
 def veil(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
@@ -161,14 +187,20 @@ def client_of(context: Context) -> int:
 
 
 def setting_of(
-    module: nn.Module, node: NodeData, local: ClientOptions, context: Context, loss: Loss, head: str | None = None
+    module: nn.Module,
+    node: NodeData,
+    local: ClientOptions,
+    context: Context,
+    task: Task,
+    loss: Loss | None,
+    head: str | None = None,
 ) -> Setting:
     """`head` is the layer whose input the work asks to represent by class, if it does."""
-    if node.data.task != "classification":
-        raise SettingError("data(context)", node.data.task, "nodes learn class labels so far; other tasks are for fedagg.run")
+    if node.data.task != task.name:
+        raise SettingError("data(context)", node.data.task, f"the run's task is {task.name}; say another as `task` in its settings")
     device = pick_device(str(context.node_config.get("device", "auto")))
     classes = node.data.classes if head is None else told_apart(module, head, node)
-    return Setting(module, node.data.x_train, node.data.y_train, classes, local, device, loss)
+    return Setting(module, node.data.x_train, node.data.y_train, classes, local, device, loss or task.loss)
 
 
 @torch.no_grad()

@@ -23,14 +23,14 @@ class NodeData:
     tests: bool  # does the node hold test samples?
 
 
-def node_data(given: Any) -> NodeData:
-    """What the user's `data(context)` returned, checked. Labels are taken as they are: to number words, a node would have to know
-    those of all the others."""
+def node_data(given: Any, task: str | None = None) -> NodeData:
+    """What the user's `data(context)` returned, checked, with its targets understood as those of the task. Labels are taken as they
+    are: to number words, a node would have to know those of all the others."""
     if isinstance(given, Dataset):
-        return NodeData(given, True)
+        return NodeData(given.of_task(task), True)
     train, test = of.read(given)
-    parts = (train, test or train)
-    return NodeData(Dataset(*(array for part in parts for array in (part.x, part.y))), test is not None)
+    tested = test or train
+    return NodeData(Dataset(train.x, train.y, tested.x, tested.y, task=task), test is not None)
 
 
 def cached(context: Context, make: Callable[[], Sequence[Any]], name: str = "data") -> tuple[np.ndarray, ...]:

@@ -15,12 +15,15 @@ log = getLogger("flwr").log
 # Python's own classes: their names say nothing about a node's data, as the name of a class of the user's may.
 KINDS = {kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, Exception)}
 # Settings of a node and of its two functions. Others may carry the number of a sample.
-SETTINGS = ("partition-id", "state-dir", "device", "data(context)", "x_train", "y_train", "labels", "quiet", "secure")
+SETTINGS = (
+    *("partition-id", "state-dir", "device", "data(context)", "model()", "x_train", "y_train", "x_test", "y_test", "labels"),
+    *("metric", "quiet", "secure"),
+)
 
 
 def kind(error: Exception) -> str:
-    if isinstance(error, SettingError) and error.setting in SETTINGS:
-        return f"setting {error.setting}"
+    if isinstance(error, SettingError) and (setting := error.setting.partition("[")[0]) in SETTINGS:  # not of which sample
+        return f"setting {setting}"
     return next(parent.__name__ for parent in type(error).__mro__ if parent in KINDS)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from logging import INFO, WARNING, getLogger
+from typing import Any
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
@@ -14,6 +15,7 @@ import fedagg
 from fedagg.errors import FedaggError
 from fedagg.flat import Layout
 from fedagg.flower.messages import MOST_SAMPLES
+from fedagg.tasks import CLASSIFICATION, TASKS
 
 log = getLogger("flwr").log
 
@@ -31,6 +33,8 @@ class Members:
     """
 
     layout: Layout
+    task: str = CLASSIFICATION.name
+    subject: Mapping[str, Any] = field(default_factory=dict)  # what nodes are told of the task
     timeout: float = 3600.0  # seconds for a node's first answer: it may have to load its data
     nodes: dict[int, int] = field(default_factory=dict)  # client -> node
     sizes: dict[int, int] = field(default_factory=dict)  # client -> samples
@@ -60,10 +64,8 @@ class Members:
         now = time.monotonic()
         busy = {node for node, _ in self.asked.values()} | {node for node, until in self.rest.items() if now < until}
         new = sorted(present - set(self.nodes.values()) - set(self.refused) - busy)
-        questions = [
-            Message(RecordDict({"config": ConfigRecord()}), node, MessageType.QUERY, ttl=self.timeout, group_id="hello")
-            for node in new
-        ]
+        content = RecordDict({"config": ConfigRecord({**self.subject})})
+        questions = [Message(content, node, MessageType.QUERY, ttl=self.timeout, group_id="hello") for node in new]
         if questions:
             given = zip(grid.push_messages(questions), new, strict=False)
             self.asked |= {question: (node, now + self.timeout) for question, node in given if question}
@@ -89,7 +91,8 @@ class Members:
         why = None
         facts = dict(next(iter(reply.content.metric_records.values()), {}))
         client, size = facts.get("client"), facts.get("num-examples")
-        version = str(dict(reply.content.config_records.get("version", {})).get("fedagg"))
+        said = dict(reply.content.config_records.get("version", {}))
+        version, task = str(said.get("fedagg")), said.get("task")
         if version != fedagg.__version__:
             why = f"it runs fedagg {version}, the server {fedagg.__version__}; install the same on both"
         elif not isinstance(client, int) or not isinstance(size, int) or client < 0 or size < 1:
@@ -98,6 +101,9 @@ class Members:
             why = f"it claims {size} samples, more than a node can hold"
         elif (facts.get("weights"), facts.get("buffers")) != (self.layout.d, self.layout.b):
             why = f"its model has {facts.get('weights')} weights, the server's {self.layout.d}"
+        elif task != self.task:
+            what = task if task in TASKS else "another task"
+            why = f"its targets are those of {what}, the run's of {self.task}; say what they are as `task` in the settings"
         elif client in self.nodes:
             why = f"partition-id {client} is taken by node {self.nodes[client]}; give every SuperNode its own"
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -23,7 +24,6 @@ from fedagg.quantize import EXACT, Packed
 from fedagg.work import Chunk, ClientOptions, Job, Report, Work
 
 LOCAL = ("epochs", "batch_size", "momentum", "weight_decay", "clip")
-SCORES = ("num-examples", "loss", "accuracy")  # the names of test results in a message, as Flower has them
 ABSURD = 1e30  # no loss that training can go on from is as large
 MOST_SAMPLES = 2**40  # nor does a node hold as many samples
 SLACK = 1e-4  # of a rate: nodes work in single precision, on devices of their own
@@ -52,18 +52,6 @@ class Order:
     test: bool = False  # is the model to be tested before it is trained?
     veil: bool = False  # is it under secure aggregation?
     longest: float | None = None  # and, with noise, the greatest length of the answer
-
-
-@dataclass(frozen=True)
-class Scores:
-    """What a node says of a model."""
-
-    samples: int  # that it was tested on
-    loss: float
-    accuracy: float
-
-    def told(self, prefix: str = "") -> dict[str, int | float]:
-        return {prefix + name: value for name, value in zip(SCORES, (self.samples, self.loss, self.accuracy), strict=True)}
 
 
 def arrays(model: Model) -> ArrayRecord:
@@ -201,11 +189,12 @@ def read_order(content: RecordDict, layout: Layout) -> Order:
     )
 
 
-def write_answer(chunk: Chunk, model: Model, samples: int, scores: Scores | None = None) -> RecordDict:
+def write_answer(chunk: Chunk, model: Model, samples: int, tests: Mapping[str, Any]) -> RecordDict:
+    """`tests` are the test results that go along."""
     content = RecordDict(
         {
             "arrays": arrays(Model(model.w + chunk.delta[0], chunk.buffers[0])),
-            "metrics": MetricRecord({**reported(chunk), "num-examples": samples, **along(scores)}),
+            "metrics": MetricRecord({**reported(chunk), "num-examples": samples, **tests}),
         }
     )
     extra = {"gradients": chunk.gradients, "path": chunk.path, "classes": chunk.classes, "counts": chunk.counts}
@@ -283,22 +272,6 @@ def possible(rates: Tensor, work: Work, position: int) -> bool:
     return bool(((rates >= low * (1 - SLACK) - tiny) & (rates <= high * (1 + SLACK) + tiny)).all())
 
 
-def along(scores: Scores | None) -> dict[str, int | float]:
-    """Test results as they go along with an update."""
-    return {} if scores is None else scores.told("test-")
-
-
-def read_scores(told: Any, prefix: str = "") -> Scores | None:
-    """A node's test results; None of one that has nothing to test on."""
-    size, loss, accuracy = (told.get(prefix + name) for name in SCORES)
-    if size is None or size == 0:
-        return None
-    size, loss, accuracy = number(size), number(loss), number(accuracy)
-    if not (size % 1 == 0 and 1 <= size <= MOST_SAMPLES and abs(loss) < ABSURD and 0 <= accuracy <= 1):
-        raise BadAnswer("sent test results that cannot be")
-    return Scores(int(size), loss, accuracy)
-
-
 def class_table(classes: object, counts: object, head: nn.Module) -> tuple[Tensor, Tensor]:
     """Means by class and how many there are of each: as many rows as the head tells classes apart, as long as what it takes."""
     if not isinstance(counts, bytes) or not isinstance(classes, bytes) or not counts or len(classes) % len(counts):
@@ -325,6 +298,18 @@ def number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadAnswer("sent an incomplete answer")
     return float(value)
+
+
+def numbers(value: object) -> list[float]:
+    """A list of numbers, or the JSON text of one: beside masked vectors no lists travel."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value, parse_int=float)
+        except (ValueError, RecursionError):
+            raise BadAnswer("sent an incomplete answer") from None
+    if not isinstance(value, list):
+        raise BadAnswer("sent an incomplete answer")
+    return [number(item) for item in value]
 
 
 def one(records: Any) -> Any:

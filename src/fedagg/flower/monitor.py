@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from logging import Formatter, LogRecord, StreamHandler, getLogger
 from typing import Any
 
+from fedagg.measure import ACCURACY, Measure
+
 # Name in the record, name for Prometheus, what it is. Of the last round, unless it says otherwise.
 FIGURES = (
     ("round", "round", "rounds done"),
-    ("loss", "loss", "mean loss on the nodes' test samples"),
-    ("accuracy", "accuracy", "mean accuracy on the nodes' test samples"),
+    ("loss", "loss", "mean loss on all nodes' test samples together"),
     ("train_loss", "train_loss", "mean loss of the clients' own training"),
     ("participants", "nodes_asked", "nodes asked to train"),
     ("seconds", "round_seconds", "duration of the round"),
@@ -29,27 +30,32 @@ TOTALS = (
 )
 
 
-def exposition(history: Sequence[Mapping[str, Any]], about: Mapping[str, Any], rounds: int) -> str:
+def exposition(
+    history: Sequence[Mapping[str, Any]], about: Mapping[str, Any], rounds: int, metrics: Sequence[Measure] = (ACCURACY,)
+) -> str:
     """The state after the last round in Prometheus' text format. A figure that is not known yet is left out."""
     last = history[-1]
+    tested = {"loss", *(metric.key for metric in metrics)}
     lines: list[str] = []
 
     def tell(name: str, what: str, kind: str, *values: tuple[str, float]) -> None:
-        lines.extend((f"# HELP fedagg_{name} {what}", f"# TYPE fedagg_{name} {kind}"))
+        lines.extend((f"# HELP fedagg_{name} {escaped(what)}", f"# TYPE fedagg_{name} {kind}"))
         lines.extend(f"fedagg_{name}{label} {float(value)!r}" for label, value in values)
 
     tell("rounds_planned", "rounds that the run is to do", "gauge", ("", rounds))
-    for key, name, what in FIGURES:
-        value = next((row[key] for row in reversed(history) if key in row), None) if key in ("loss", "accuracy") else last.get(key)
+    judged = [(metric.key, plain(metric.key), f"{metric.label} on all nodes' test samples together") for metric in metrics]
+    for key, name, what in (*FIGURES, *judged):
+        value = next((row[key] for row in reversed(history) if key in row), None) if key in tested else last.get(key)
         if value is not None and math.isfinite(value):
             tell(name, what, "gauge", ("", value))
     for key, name, what in TOTALS:
         tell(name, what, "counter", ("", math.fsum(row.get(key, 0) for row in history)))
     tell("nodes_answered", "nodes whose answers were used in the last round", "gauge", ("", len(about.get("clients", []))))
-    if tests := about.get("tests"):
-        each = zip(tests[-1]["clients"], tests[-1]["accuracy"], strict=True)
-        what = "accuracy on the node's own test samples, of the last model it has tested"
-        tell("node_accuracy", what, "gauge", *((f'{{client="{client}"}}', accuracy) for client, accuracy in each))
+    for metric in metrics if about.get("tests") else ():
+        test = about["tests"][-1]
+        each = [(f'{{client="{c}"}}', v) for c, v in zip(test["clients"], test[metric.key], strict=True) if v is not None]
+        what = f"{metric.label} on the node's own test samples, of the last model it has tested"
+        tell(f"node_{plain(metric.key)}", what, "gauge", *each)
     causes = Counter(kind(cause) for cause in about.get("left_out", {}).values())
     tell(
         "nodes_left_out",
@@ -58,6 +64,16 @@ def exposition(history: Sequence[Mapping[str, Any]], about: Mapping[str, Any], r
         *((f'{{cause="{c}"}}', n) for c, n in causes.items()),
     )
     return "\n".join(lines) + "\n"
+
+
+def escaped(text: str) -> str:
+    """In one line, as a label of the user's may not be."""
+    return " ".join(text.split()).replace("\\", "\\\\")
+
+
+def plain(key: str) -> str:
+    """A name in letters that Prometheus takes."""
+    return "".join(c if c.isascii() and c.isalnum() else "_" for c in key)
 
 
 def kind(cause: str) -> str:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from flwr.common import Code, FitIns, FitRes, Parameters, Scalar, Status, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.common import Code, FitIns, FitRes, Parameters, Status, ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.compat.common.recorddict_compat import fitres_to_recorddict
 from flwr.server import LegacyContext
 from flwr.server.workflow import SecAggPlusWorkflow
@@ -31,8 +31,7 @@ from fedagg.errors import SettingError
 from fedagg.flat import Model
 from fedagg.flower.masks import mask, unpacked, with_names
 from fedagg.flower.members import Members
-from fedagg.flower.messages import BadAnswer, Scores, number, read_report, reported
-from fedagg.flower.messages import along as along_with
+from fedagg.flower.messages import BadAnswer, number, numbers, read_report, reported
 from fedagg.flower.privacy import PrivateClients, clipped
 from fedagg.work import Chunk, ClientOptions, Job, Work
 
@@ -42,46 +41,41 @@ NO_SUM = "secure aggregation gave a sum that cannot be"
 MODULUS = 2**32  # of the masks: a sum of more than MODULUS / LEVELS nodes would run over
 
 
-def veiled_answer(chunk: Chunk, work: Work, samples: int, scores: Scores | None = None) -> RecordDict:
+def veiled_answer(chunk: Chunk, work: Work, samples: int, tests: Mapping[str, Any]) -> RecordDict:
     """On the node: the vector to be masked, and the numbers that go in the clear. SecAgg+ averages by sample counts."""
     delta = chunk.delta[0]
     along = chunk.delta @ work.field.T if work.field is not None else chunk.delta[:, :0]
-    numbers: dict[str, Scalar] = {
+    told = {
         **reported(chunk),
         "norm2": float(delta.double().square().sum()),
-        "along": json.dumps(along[0].tolist()),
-        "rates": json.dumps(chunk.rates[0].tolist()),
-        **along_with(scores),
+        "along": along[0].tolist(),
+        **tests,
     }
-    return answer(delta, samples, numbers)
+    return answer(delta, samples, told)
 
 
-def private_answer(chunk: Chunk, longest: float, scores: Scores | None = None) -> RecordDict:
+def private_answer(chunk: Chunk, longest: float, tests: Mapping[str, Any]) -> RecordDict:
     """The same where noise is to hide the node: no longer than allowed, and no number of its training beside it. Masked numbers are
     rounded by up to a level each; there is room for that within the length."""
     delta = chunk.delta[0].cpu().double()
     if not bool(torch.isfinite(delta).all()):
         delta = torch.zeros_like(delta)
     room = 1.0 - 2.0 * math.sqrt(len(delta)) / LEVELS
-    return answer(clipped(delta, room * longest), 1, {**along_with(scores)})
+    return answer(clipped(delta, room * longest), 1, tests)
 
 
-def answer(delta: Tensor, weight: int, numbers: dict[str, Scalar]) -> RecordDict:
+def answer(delta: Tensor, weight: int, told: Mapping[str, Any]) -> RecordDict:
     parameters = ndarrays_to_parameters([delta.cpu().double().numpy()])
-    return fitres_to_recorddict(FitRes(Status(Code.OK, ""), parameters, weight, numbers), keep_input=False)
+    metrics = {name: json.dumps(value) if isinstance(value, list) else value for name, value in told.items()}
+    return fitres_to_recorddict(FitRes(Status(Code.OK, ""), parameters, weight, metrics), keep_input=False)
 
 
 def clear_numbers(told: Any, job: Job, work: Work, local: ClientOptions) -> dict[str, Any]:
     """On the server: the same numbers, by name. Raises BadAnswer where they cannot be."""
-    try:
-        lists = {name: json.loads(str(told.get(name)), parse_int=float) for name in ("along", "rates")}
-    except (ValueError, RecursionError):
-        raise BadAnswer("sent an incomplete answer") from None
-    found = read_report({**told, **lists}, job, work, local)
-    norm2, along = number(told.get("norm2")), lists["along"]
-    if not isinstance(along, list) or len(along) != (0 if work.field is None else len(work.field)):
+    found = read_report({**told, "rates": numbers(told.get("rates"))}, job, work, local)
+    norm2, along = number(told.get("norm2")), numbers(told.get("along"))
+    if len(along) != (0 if work.field is None else len(work.field)):
         raise BadAnswer("sent an incomplete answer")
-    along = [number(part) for part in along]
     if not all(math.isfinite(part) for part in (found["loss"], norm2, *along)):
         raise BadAnswer("not finite")
     return found | {"norm2": norm2, "along": along}

@@ -16,6 +16,7 @@ from fedagg.config import Config
 from fedagg.errors import SettingError
 from fedagg.flower.monitor import log_as_json
 from fedagg.flower.privacy import Privacy
+from fedagg.flower.scores import OwnMetric
 from fedagg.flower.strategy import FedAggStrategy
 
 OWN: dict[str, type] = {
@@ -37,7 +38,7 @@ FIELD_BITS = 3  # at which FedAgg's mean field travels, unless told: within 0.3 
 CUSTOM = {"dataset": "custom", "model": "custom", "partition": "custom", "participation": 1.0}
 
 
-def server_app(model: Callable[[], nn.Module]) -> ServerApp:
+def server_app(model: Callable[[], nn.Module], *, metric: OwnMetric | None = None) -> ServerApp:
     """A ServerApp that trains the network which `model` makes, under the settings in `[tool.flwr.app.config]`.
 
     They are the command line's options (`algorithm`, `rounds`, `lr`, `downlink-bits`, ...), of which `clients`, the
@@ -46,7 +47,7 @@ def server_app(model: Callable[[], nn.Module]) -> ServerApp:
     seconds to wait for nodes when none are left; `close-at`, share of answers that end a round; `fewer-epochs`, for nodes
     that are too slow for it; `test-apart`, to test in messages of their own; `secure`, to aggregate under SecAgg+; `log`,
     text or json; `track`, trackers as of `fedagg run`; and for differential privacy `clipping-norm`, `noise-multiplier`,
-    `delta`, `epsilon-max` and `ledger`.
+    `delta`, `epsilon-max` and `ledger`. `metric` is one of your own to judge the run by; give it to `client_app` as well.
     """
     app = ServerApp()
 
@@ -59,7 +60,7 @@ def server_app(model: Callable[[], nn.Module]) -> ServerApp:
         own["callbacks"] = [trackers.make(name, Path(own["out"])) for name in named(own.pop("track", ""))]
         with seeding.seeded_global(seeding.derive(settings.seed, "model"), torch.device("cpu")):
             module = model()
-        FedAggStrategy(module, settings, **own).run(grid, wait=wait)
+        FedAggStrategy(module, settings, metric=metric, **own).run(grid, wait=wait)
 
     return app
 
@@ -84,6 +85,7 @@ def split(given: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
     if not own.get("out", "x"):
         del own["out"]
     own = {name.replace("-", "_"): value for name, value in own.items()}
+    given = {key: value for key, value in given.items() if value or key not in ("task", "metric")}  # "" stands for none
     settings = {**CUSTOM, **{key.replace("-", "_"): value for key, value in given.items()}}
     if settings.get("algorithm", Config.model_fields["algorithm"].default) == "fedagg":
         settings.setdefault("downlink_bits", FIELD_BITS)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,16 +34,19 @@ from fedagg.errors import FedaggError, SettingError
 from fedagg.faults import Faults
 from fedagg.federation import Callback, describe, describe_clients, tell
 from fedagg.flat import Layout, Model
-from fedagg.flower import messages
+from fedagg.flower import messages, scores
 from fedagg.flower.closing import Closing
 from fedagg.flower.conversation import Conversation
 from fedagg.flower.ledger import Enough, Ledger
 from fedagg.flower.members import Lonely, Members
-from fedagg.flower.messages import BadAnswer, Order, Scores
+from fedagg.flower.messages import BadAnswer, Order
 from fedagg.flower.monitor import exposition
 from fedagg.flower.pace import Pace, Slow
 from fedagg.flower.privacy import Privacy, PrivateClients
+from fedagg.flower.scores import OwnMetric, Scores
+from fedagg.measure import Measure
 from fedagg.server import Server
+from fedagg.tasks import CLASSIFICATION
 from fedagg.work import Chunk, Job, Memory, Work
 
 log = getLogger("flwr").log
@@ -53,7 +55,7 @@ FIGURES = "metrics.prom"  # for Prometheus, after every round
 LEDGER = "ledger.jsonl"  # the run's own account of noisy sums
 # Settings of the configuration that nothing here would heed.
 SIMULATED = (
-    *("task", "metric", "normalize", "validation", "per_client", "client_test", "personal"),
+    *("normalize", "validation", "per_client", "client_test", "personal"),
     *("dropout_rate", "straggler_rate", "corrupt_rate", "flip_rate"),
 )
 MOST_VEILED = 1024  # more would run over the modulus of SecAgg+
@@ -149,6 +151,7 @@ class FedAggStrategy(Strategy):
             test the model that they are sent to train, and it travels once.
         secure: aggregate under Flower's SecAgg+, so that the server sees the sum of all updates and nobody's own.
         privacy: clip updates and add noise to their sum, before the method makes anything of it.
+        metric: one of your own to judge the run by, as of `fedagg.run`; the nodes' `client_app` must have the same.
         callbacks: watch the run, as those of `fedagg.run` do; one whose `round_done` returns True stops it.
     """
 
@@ -166,6 +169,7 @@ class FedAggStrategy(Strategy):
         test_apart: bool = False,
         secure: bool = False,
         privacy: Privacy | None = None,
+        metric: OwnMetric | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self.module, self.config, self.timeout, self.quorum = module, config, timeout, quorum
@@ -199,9 +203,12 @@ class FedAggStrategy(Strategy):
         for name in ("stop_at", "patience"):
             if (value := getattr(config, name)) != Config.model_fields[name].default:
                 raise SettingError(name, value, "ends simulated runs; a federation makes all its rounds, leave it out")
-        self.members = Members(self.layout, max(timeout, GREETING))
+        self.task = scores.chosen(config.task, config.metric, metric)
+        self.subject = scores.subject(self.task, config.task)
+        self.members = Members(self.layout, self.task.name, self.subject, max(timeout, GREETING))
         self.pace = Pace(config.epochs, timeout, close_at, self.members.client) if fewer_epochs else None
         algorithm = algorithms.build(config.method, config.flat())
+        checks.learns(config, algorithm, self.task)
         self.options = algorithms.options(config.method, config.flat())
         if (secure or privacy is not None) and type(algorithm).weigh is not algorithms.Algorithm.weigh:
             words = "sums clients by sample count or plainly; choose a method that does not weigh them itself"
@@ -221,9 +228,11 @@ class FedAggStrategy(Strategy):
         self.heads: dict[str, nn.Module] = {}
         self.about: list[dict[str, Any]] = []  # this process's lines of clients.jsonl
         form = repr((self.layout.parameters, self.layout.buffers))
-        self.identity = {"model": hashlib.blake2b(form.encode(), digest_size=16).hexdigest(), "privacy": repr(privacy)}
+        digest = hashlib.blake2b(form.encode(), digest_size=16).hexdigest()
+        self.identity = {"model": digest, "privacy": repr(privacy), "metric": self.task.metric.key}
         folder = Path(out) if out is not None else None
         environment = record.environment(torch.device("cpu"), Remote.note, fedagg.__version__)
+        environment |= {} if self.task is CLASSIFICATION else {"metric": self.task.metric.facts()}
         if folder is not None and (folder / "config.toml").exists():
             self.book = record.Record.resume(folder, config, self.identity, environment)
         else:
@@ -243,6 +252,7 @@ class FedAggStrategy(Strategy):
         grid = Closing(grid, self.close_at, self.pace) if self.close_at < 1 or self.pace is not None else grid
         with self.book:
             try:
+                tell(self.callbacks, "judged", self.task.metric)
                 tell(self.callbacks, "started", self.config, self.told)
             except BaseException:
                 self.book.withdraw()
@@ -328,7 +338,7 @@ class FedAggStrategy(Strategy):
         return turn.tests
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """The nodes' own test results, weighted by their test samples; and the round's end: record, checkpoint."""
+        """What the nodes' test results come to together; and the round's end: record, checkpoint."""
         assert self.turn is not None
         turn = self.turn
         if turn.kept:
@@ -337,47 +347,51 @@ class FedAggStrategy(Strategy):
         self.silent = None
         self.announce()  # of the round before all is known now
         row = describe(turn.t, turn.clients, self.server.algorithm, turn.skipped)
-        scores = self.scores(turn.tests, replies)
-        row |= pooled(scores)
+        found = self.scores(turn.tests, replies)
+        row |= scores.pooled(found, self.task)
         if turn.tests:
-            row["bytes_tests"] = wire.tested(self.server.model, len(turn.tests), len(scores))
+            row["bytes_tests"] = wire.tested(self.server.model, len(turn.tests), numbers(found))
         if self.ledger is not None:
             row |= self.ledger.spent()
             log(INFO, "ε is %.4g, %.4g for a node whose data are exchanged", row["epsilon"], row["epsilon_replaced"])
         row["seconds"] = round(time.perf_counter() - turn.began, 6)
         about = describe_clients(turn.t, turn.clients) | {"nodes": self.members.names(turn.clients.ids)}
         if self.privacy is None:  # the record then holds nothing of a single node
-            tests = [one_by_one(turn.t, turn.before), one_by_one(turn.t + 1, scores)]
-            about |= {"tests": found} if (found := [test for test in tests if test["clients"]]) else {}
+            made = ((turn.t, turn.before), (turn.t + 1, found))
+            tests = [scores.one_by_one(number, each, self.task) for number, each in made if each]
+            about |= {"tests": tests} if tests else {}
         if turn.remarks:
             about["remarks"] = {str(client): text for client, text in sorted(turn.remarks.items())}
         self.about.append(about)
         self.book.round(row, about)
         if self.book.folder is not None:
-            files.write(self.book.folder / FIGURES, exposition(self.book.history, about, self.config.rounds))
+            files.write(self.book.folder / FIGURES, exposition(self.book.history, about, self.config.rounds, self.task.metrics))
         self.done, self.seconds = turn.t + 1, self.seconds + row["seconds"]
         self.book.checkpoint(self.snapshot())
         self.turn = None
         if not self.untested:
             self.announce()
-        return MetricRecord({"loss": row["loss"], "accuracy": row["accuracy"]}) if scores else None
+        return MetricRecord({name: row[name] for name in ("loss", *(m.key for m in self.task.metrics))}) if found else None
 
     def finish(self, arrays: ArrayRecord) -> None:
         """The final model and figures, once all rounds are done."""
         self.server.model = messages.read_model(arrays, self.layout)
         self.announce()
-        scored = [row for row in self.book.history if "accuracy" in row]
+        score, best, loss = outcome.scores(self.book.history, self.task.metric)
         self.result = outcome.Result(
             config=self.config,
             history=self.book.history,
             model=self.layout.unpack(self.server.shown, self.module),
-            score=scored[-1]["accuracy"] if scored else math.nan,
-            best=max((row["accuracy"] for row in scored), default=math.nan),
-            loss=scored[-1]["loss"] if scored else math.nan,
+            score=score,
+            best=best,
+            loss=loss,
             seconds=self.seconds,
             run=self.book.folder,
             left_out=self.book.unheard(),
             figures=self.ledger.spent() if self.ledger is not None else {},
+            metric=Measure(**self.task.metric.facts()),
+            criterion=self.task.loss,
+            task=self.task,
         )
         self.book.model(self.result.model)
         self.book.result(self.result.summary())
@@ -388,28 +402,37 @@ class FedAggStrategy(Strategy):
     def untested(self) -> bool:
         """Does the last round's model wait for its test? The next round's participants do it, when they are sent it to train."""
         due = self.done > 0 and self.server.due(self.done - 1)
-        return due and not self.test_apart and "accuracy" not in self.book.history[-1]
+        return due and not self.test_apart and self.task.metric.key not in self.book.history[-1]
 
     def mark(self, turn: Turn) -> None:
         """What the round's participants found of the model that they began with is booked on the round that made it."""
+        turn.before = self.alike(turn.before)
         if turn.before:
             row = self.book.history[-1]
-            known = row.get("bytes_tests", 0) + wire.tested_along(len(turn.sought), len(turn.before))
-            self.book.amend(pooled(turn.before) | {"bytes_tests": known})
-            log(INFO, "after round %s: accuracy %.4f, loss %.4f", row["round"], row["accuracy"], row["loss"])
+            known = row.get("bytes_tests", 0) + wire.tested_along(len(turn.sought), numbers(turn.before))
+            self.book.amend(scores.pooled(turn.before, self.task) | {"bytes_tests": known})
+            figures = ", ".join(f"{metric.label} {row[metric.key]:.4f}" for metric in self.task.metrics)
+            log(INFO, "after round %s: %s, loss %.4f", row["round"], figures, row["loss"])
+
+    def alike(self, found: dict[int, Scores]) -> dict[int, Scores]:
+        """Those that add up."""
+        for client in (odd := scores.unlike(found)):
+            self.remark(client, "sent test results of another length than most; not used")
+        return {client: each for client, each in found.items() if client not in odd}
 
     def hear_scores(self, client: int, told: Any) -> None:
         """Test results that came along with an answer, if they were asked for. The answer may be no good and these all the same."""
         assert self.turn is not None
         if client in self.turn.sought and client not in self.turn.before:
             try:
-                if (found := messages.read_scores(told, "test-")) is not None:
+                if (found := scores.read(told, self.task.metrics, scores.ALONG)) is not None:
                     self.turn.before[client] = found
             except BadAnswer as bad:
                 self.remark(client, f"{bad}; not used")
 
     def questions(self, config: ConfigRecord) -> list[Message]:
         """The model to all nodes, to be tested."""
+        config = ConfigRecord({**config, **self.subject})
         content = RecordDict({"arrays": messages.arrays(self.server.shown), "config": config})
         return [self.message(content, client, MessageType.EVALUATE) for client in sorted(self.members.nodes)]
 
@@ -424,18 +447,19 @@ class FedAggStrategy(Strategy):
             if client is None or client in found or reply.has_error():
                 continue
             try:
-                if (score := messages.read_scores(messages.one(reply.content.metric_records))) is not None:
+                if (score := scores.read(messages.one(reply.content.metric_records), self.task.metrics)) is not None:
                     found[client] = score
             except BadAnswer as bad:
                 self.remark(client, f"{bad}; not used")
-        return found
+        return self.alike(found)
 
     def test_last(self, grid: Grid) -> None:
         """Where a run ends before its last round, nobody trains the model any more."""
         if self.untested:
             questions = self.questions(ConfigRecord())
-            scores = self.scores(questions, grid.send_and_receive(questions, timeout=self.timeout))
-            self.book.amend(pooled(scores) | {"bytes_tests": wire.tested(self.server.model, len(questions), len(scores))})
+            found = self.scores(questions, grid.send_and_receive(questions, timeout=self.timeout))
+            sent = wire.tested(self.server.model, len(questions), numbers(found))
+            self.book.amend(scores.pooled(found, self.task) | {"bytes_tests": sent})
 
     def announce(self) -> None:
         """Tell callbacks of the rounds that they do not know yet."""
@@ -513,6 +537,7 @@ class FedAggStrategy(Strategy):
         if order.test and self.turn is not None:
             self.turn.sought.add(job.client)
         arrays, config = messages.write_order(order, self.server.downlink.packed)
+        config.update(self.subject)
         config.update(self.extra)
         return self.message(RecordDict({"arrays": arrays, "config": config}), job.client, MessageType.TRAIN)
 
@@ -549,17 +574,6 @@ class FedAggStrategy(Strategy):
         log(INFO, "going on after round %s", self.done)
 
 
-def pooled(scores: dict[int, Scores]) -> dict[str, Any]:
-    """The nodes' own test results, weighted by their test samples; nothing where nobody has any."""
-    total = sum(score.samples for score in scores.values())
-    if not total:
-        return {}
-    loss, accuracy = (sum(s.samples * getattr(s, name) for s in scores.values()) / total for name in ("loss", "accuracy"))
-    return {"loss": loss, "accuracy": accuracy, "tested": len(scores)}
-
-
-def one_by_one(number: int, scores: dict[int, Scores]) -> dict[str, Any]:
-    """Each node's own test results of the model that a round made, for clients.jsonl."""
-    known = sorted(scores.items())
-    columns = {name: [getattr(score, name) for _, score in known] for name in ("samples", "loss", "accuracy")}
-    return {"round": number, "clients": [client for client, _ in known], **columns}
+def numbers(found: dict[int, Scores]) -> int:
+    """That test results took on the wire."""
+    return sum(each.numbers for each in found.values())
