@@ -52,7 +52,7 @@ Judge = Metric | str | Callable[[Tensor, Tensor], Tensor] | None
 
 
 @dataclass(frozen=True)
-class Trial:
+class Point:
     """One point of the grid, and the score it came to with each seed: its accuracy, or what else its task is judged by."""
 
     settings: dict[str, Any]
@@ -74,7 +74,7 @@ class Trial:
         """Between the seeds; of one seed there is no telling."""
         return paired.deviation(self.scores)
 
-    def short(self) -> Trial:
+    def short(self) -> Point:
         """The same for a part of the rounds."""
         rounds, warmup = self.config.rounds // HALVING, self.config.warmup // HALVING
         return replace(self, config=self.config.changed(rounds=rounds, warmup=warmup))
@@ -86,10 +86,10 @@ class Plan:
     ends of the axes, and `trials` has the corners."""
 
     axes: dict[str, tuple[Any, ...]]
-    trials: tuple[Trial, ...]
+    trials: tuple[Point, ...]
     seeds: tuple[int, ...]
     said: tuple[str, ...]  # the command that runs one of these, up to the settings of the grid
-    made: Callable[[dict[str, Any]], Trial]
+    made: Callable[[dict[str, Any]], Point]
     halving: bool = False
     draws: int | None = None
 
@@ -119,11 +119,11 @@ class Plan:
             words = "settings are chosen on training data that is held back, never on the test set; give a share above 0"
             raise SettingError("validation", 0, words)
 
-        def made(point: dict[str, Any]) -> Trial:
+        def made(point: dict[str, Any]) -> Point:
             split = point.get("partition")  # where it is on the grid, a partition takes what it knows of the rest
             unused = [name for name, users in OF_PARTITIONS.items() if split is not None and split not in users]
             mine = {name: value for name, value in chosen.items() if name not in unused}
-            return Trial(point, resolve({**mine, **point, "seed": seeds[0]}, file, preset))
+            return Point(point, resolve({**mine, **point, "seed": seeds[0]}, file, preset))
 
         wanted = [
             (name, on) for name, on in (("random", random), ("halving", halving or None), ("trials", trials)) if on is not None
@@ -153,7 +153,7 @@ class Plan:
         told = (*own, *flags({name: value for name, value in given.items() if name != "validation"}))
         return cls(axes, tuple(points), seeds, told, made, halving, trials)
 
-    def cells(self, trials: Iterable[Trial]) -> list[Cell]:
+    def cells(self, trials: Iterable[Point]) -> list[Cell]:
         """The runs. Seeds come outermost, so that a grid cut short is a whole grid of fewer seeds."""
         return [
             Cell(label(trial.settings), trial.config.method, trial.config.changed(seed=seed), f"{trial.config.rounds} rounds")
@@ -161,7 +161,7 @@ class Plan:
             for trial in trials
         ]
 
-    def scored(self, trials: Sequence[Trial], run: Run, found: Found) -> list[Trial]:
+    def scored(self, trials: Sequence[Point], run: Run, found: Found) -> list[Point]:
         """The points with what they came to. One that came to nothing is left out, and named."""
         if not run(self.cells(trials)):
             raise KeyboardInterrupt
@@ -188,7 +188,7 @@ class Plan:
         order = {name: list(plots.in_order(values)) for name, values in self.axes.items()}
         return Swept(self, sorted(whole, key=lambda t: [order[name].index(value) for name, value in t.settings.items()]))
 
-    def searched(self, run: Run, found: Found) -> list[Trial]:
+    def searched(self, run: Run, found: Found) -> list[Point]:
         """Points that Optuna looks for, one after the other: the same ones every time, as long as they come to the same."""
         import optuna
 
@@ -196,7 +196,7 @@ class Plan:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         try:
             study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=0))
-            tried: dict[tuple[Any, ...], Trial] = {}
+            tried: dict[tuple[Any, ...], Point] = {}
             for _ in range(self.draws or 0):
                 asked = study.ask({name: space(values) for name, values in self.axes.items()})
                 point = {name: tidy(value) for name, value in asked.params.items()}
@@ -213,7 +213,7 @@ class Plan:
         return list(tried.values())
 
 
-def ranked(trials: Sequence[Trial]) -> list[Trial]:
+def ranked(trials: Sequence[Point]) -> list[Point]:
     if not trials:
         raise nothing()
     return sorted(trials, key=lambda t: -t.rank)
@@ -251,10 +251,10 @@ class Swept:
     """A grid that has been gone over: its points in the order of the axes. In a notebook it shows itself as a table."""
 
     plan: Plan
-    trials: list[Trial]
+    trials: list[Point]
 
     @property
-    def shown(self) -> list[Trial]:
+    def shown(self) -> list[Point]:
         return self.trials
 
     @property
@@ -314,15 +314,15 @@ class Swept:
 class Tuned(Swept):
     """A grid that has been tried: its points, best first. With halving, `first` has what all came to after fewer rounds."""
 
-    first: list[Trial]
+    first: list[Point]
 
     @property
-    def shown(self) -> list[Trial]:
+    def shown(self) -> list[Point]:
         kept = [trial.settings for trial in self.trials]
         return [*self.trials, *(trial for trial in self.first if trial.settings not in kept)]
 
     @property
-    def best(self) -> Trial:
+    def best(self) -> Point:
         return self.trials[0]
 
     @property
@@ -472,7 +472,7 @@ def score(store: Store, config: Config) -> Scored | None:
     return None if found is None else (found.score, found.metric)
 
 
-def judged(trial: Trial, found: Sequence[Scored]) -> Trial:
+def judged(trial: Point, found: Sequence[Scored]) -> Point:
     return replace(trial, scores=tuple(value for value, _ in found), metric=found[0][1])
 
 
