@@ -184,7 +184,7 @@ def forms(setting: Setting, chunks: bool = True) -> dict[str, Any]:
 def test_forms_agree_with_the_plain_engine(make: Any, kind: str) -> None:
     setting = make_setting(make(), (2, 8, 8), ClientOptions(epochs=2, batch_size=4))
     work, model = works(setting.layout.d)[kind], setting.layout.pack(setting.module)
-    memory = ClientMemory(4, setting.layout.d)
+    memory = ClientMemory(setting.layout.d)
     for client in range(4):
         memory.write(client, 0.01 * torch.randn(setting.layout.d, generator=torch.Generator().manual_seed(client)))
     jobs = job_list()
