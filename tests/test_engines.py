@@ -229,8 +229,7 @@ def test_only_written_layers_are_cut_into_stacks() -> None:
     for name in ("auto", "batched"):
         for threads, kind in ((1, Batched), (2, Shared)):
             assert isinstance(choose.build(name, flat_setting, Config(model="custom", threads=threads)), kind)
-    odd_setting = make_setting(odd(), (2, 8, 8), ClientOptions(epochs=1, batch_size=4))
-    assert isinstance(choose.build("batched", odd_setting, Config(model="custom", threads=2)), Batched)
+    assert isinstance(choose.shared(Batched(flat_setting, VmappedNetwork), 2), Batched)
 
 
 @pytest.mark.parametrize("kind", ["plain", "prox", "mixed", "per client", "memory", "mask", "trace"])

@@ -23,7 +23,8 @@ def run(task: Task, tick: Callable[[], None]) -> None:
         torch.backends.cudnn.benchmark = True
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = task.precision != "fp32"
     elif any(isinstance(layer, nn.Conv2d) for layer in model.modules()):
-        model, x = model.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # which torch's stubs leave out
+        x = x.contiguous(memory_format=torch.channels_last)
     x, y = x.to(device), y.to(device)
     for t in range(task.rounds + 1):
         chosen = task.participants(t)
@@ -41,7 +42,7 @@ def run(task: Task, tick: Callable[[], None]) -> None:
 
 def train(model: nn.Module, x: Tensor, y: Tensor, task: Task) -> None:
     """One client, in place."""
-    weights = list(model.parameters())
+    weights: list[Tensor] = list(model.parameters())
     for _ in range(task.epochs):
         for xs, ys in shuffled(x, y, task.batch_size):
             gradients = torch.autograd.grad(functional.cross_entropy(model(xs), ys), weights)
