@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from fedagg.bench import measure, ours, peak, plain, table, worker
+from fedagg.bench import measure, ours, peak, plain, strong, table, worker
 from fedagg.bench.rivals import find
 from fedagg.bench.task import Task
+from fedagg.cli import main
 from fedagg.errors import SettingError
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
@@ -108,6 +109,48 @@ def test_rivals_do_the_same_job(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.allclose(ends[0], ends[-1], atol=1e-5)
 
 
+def test_the_strong_loop_does_the_same_job_as_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without shuffling, both end at the same model, with statistics of a batch and without."""
+
+    class Watched(Task):
+        def module(self) -> torch.nn.Module:
+            self.__dict__["last"] = made = super().module()
+            return made
+
+    def in_order(x: torch.Tensor, y: torch.Tensor, size: int) -> Any:
+        return zip(x.split(size), y.split(size), strict=True)
+
+    monkeypatch.setattr(plain, "batches", in_order)
+    monkeypatch.setattr(strong, "shuffled", in_order)
+    for model in ("linear", "lenet5"):
+        ends = []
+        for loop in (plain, strong):
+            task = Watched(model=model, clients=3, participation=0.67, rounds=1, samples=40, epochs=2, lr=0.1)
+            loop.run(task, lambda: None)
+            ends.append(torch.cat([p.detach().flatten() for p in task.__dict__["last"].parameters()]))
+        assert torch.allclose(*ends, atol=1e-5)
+
+
+def test_ratios_stand_against_both_loops() -> None:
+    timings = [measure.Timing(name, "", "torch", None, seconds=[s]) for name, s in (("plain", 6.0), ("strong", 3.0), ("auto", 1.5))]
+    rows = {row["rival"]: row for row in measure.rows(timings, 0.0, 0.0)}
+    assert (rows["auto"]["ratio"], rows["auto"]["ratio_strong"]) == (4.0, 2.0)
+    assert rows["strong"]["ratio_strong"] == 1.0
+    assert measure.rows(timings[2:], 0.0, 0.0)[0]["ratio_strong"] is None
+
+
+@pytest.mark.slow
+def test_neighbours_are_timed_alone_and_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "--neighbours", "2", "--seconds", "0.05", "--passes", "1", "--clients", "4", "--samples", "40", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert told["runs"] == 2
+    assert told["ratio"] == pytest.approx(told["beside"] / told["alone"])
+    assert min(told["alone"], told["beside"]) > 0
+    assert "stacked" in told["note"]
+    assert "times as long" in table.neighbours(told)
+
+
 def keeping(ends: list[torch.Tensor]) -> Any:
     def update(self: Any, model: Any, out: Any, clients: Any) -> Any:
         moved = model.moved(out.mean, out.buffers)
@@ -178,7 +221,6 @@ def test_names_are_checked() -> None:
 
 
 def test_the_command_prints_one_object(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from fedagg.cli import main
 
     seen = {"seconds": [1.0], "first": 2.0, "memory": 5, "device_memory": 7, "note": "so", "rate": 1.0, "operations": 1.0}
     monkeypatch.setattr(measure, "launch", lambda rival, task: seen)

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,9 +27,11 @@ import tiny
 from fedagg import checkpoint, files, formats, interrupt, record, runs
 from fedagg.checkpoint import Checkpoint
 from fedagg.cli import main
+from fedagg.config import Config
 from fedagg.engines.sequential import Sequential
 from fedagg.errors import FedaggError, FedaggWarning, SettingError
-from fedagg.memory import ClientMemory
+from fedagg.federation import spills
+from fedagg.memory import ClientMemory, Shelf
 
 
 def made(done: int) -> Checkpoint:
@@ -484,7 +487,7 @@ def test_large_checkpoints_are_written_less_often(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("disk", [False, True])
 def test_client_memory_forgets_what_was_not_valid_or_not_booked(disk: bool) -> None:
-    memory = ClientMemory(5, 3, disk)
+    memory = ClientMemory(3, disk)
     memory.stage([1, 2], torch.tensor([[1.0, 1, 1], [2, 2, 2]]))
     memory.keep([2])
     assert memory.read([2]).sum() == 0  # not yet booked
@@ -513,17 +516,39 @@ def test_client_memory_on_disk_leaves_no_file_and_says_when_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    memory = ClientMemory(1000, 1000, disk=True)
+    memory = ClientMemory(1000, disk=True)
     memory.write(999, torch.ones(1000))
     assert memory.read([999]).sum() == 1000
     assert list(tmp_path.iterdir()) == []
 
-    def full(*_: Any) -> None:
+    def full(vector: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(FedaggError, match="No space left on device"):
+    assert isinstance(memory.rows, Shelf)
+    monkeypatch.setattr(memory.rows, "file", Mock(wraps=memory.rows.file, write=full))
+    with pytest.raises(FedaggError, match=r"client_memory = 'disk': .*No space left on device"):
         memory.write(1, torch.ones(1000))
+    assert list(memory.rows) == [999]
+
+
+def test_on_disk_a_client_keeps_its_place_and_the_file_no_more_than_was_brought() -> None:
+    memory = ClientMemory(1000, disk=True)
+    for value in (1.0, 2.0, 3.0):
+        for client in (999_999, 5, 70_000):
+            memory.write(client, torch.full((1000,), value * client))
+    assert torch.equal(memory.read([5, 6, 999_999])[:, 7], torch.tensor([15.0, 0.0, 3.0 * 999_999]))
+    assert sorted(memory.rows) == [5, 70_000, 999_999]
+    assert isinstance(memory.rows, Shelf)
+    assert os.fstat(memory.rows.file.fileno()).st_size == 3 * 4000
+
+
+def test_what_clients_remember_spills_by_what_all_of_them_would_take() -> None:
+    cpu, gpu, many = torch.device("cpu"), torch.device("cuda"), Config(clients=1_000_000, participation=1e-4)
+    assert not spills(many, 210, cpu)  # 840 MB
+    assert spills(many, 300, cpu)
+    assert not spills(many, 300, gpu)
+    assert spills(many, 7850, gpu)
+    assert not spills(many.model_copy(update={"client_memory": "ram"}), 7850, cpu)
 
 
 def test_flushing_reaches_files_and_folders(tmp_path: Path) -> None:

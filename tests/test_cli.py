@@ -428,3 +428,23 @@ def test_unknown_settings_from_python() -> None:
         make({"round": 3})
     with pytest.raises(SettingError, match="did you mean 'lr'"):
         fedagg.run(learning_rate=0.1)
+
+
+def test_threads_that_wait_sleep_soon_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    cli.wait_briefly()
+    assert int(os.environ["GOMP_SPINCOUNT"]) < 300_000
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    cli.wait_briefly()
+    assert os.environ["GOMP_SPINCOUNT"] == "7"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    cli.wait_briefly()
+    assert "GOMP_SPINCOUNT" not in os.environ
+
+
+def test_how_threads_wait_is_said_before_torch_is_loaded() -> None:
+    """OpenMP reads it once."""
+    code = "import os, sys; from fedagg import cli; assert 'torch' not in sys.modules; cli.wait_briefly()"
+    subprocess.run([sys.executable, "-c", code], check=True)

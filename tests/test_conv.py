@@ -116,7 +116,7 @@ def traced(module: nn.Module, shape: tuple[int, ...], local: ClientOptions) -> S
 def test_threads_without_autograd_agree_with_the_plain_engine(make: Any, shape: tuple[int, ...], kind: str) -> None:
     setting = traced(make(), shape, ClientOptions(epochs=2, batch_size=4))
     work, model = works(setting.layout.d)[kind], setting.layout.pack(setting.module)
-    memory = ClientMemory(4, setting.layout.d)
+    memory = ClientMemory(setting.layout.d)
     for client in range(4):
         memory.write(client, 0.01 * torch.randn(setting.layout.d, generator=torch.Generator().manual_seed(client)))
     expected = list(Sequential(setting).run(model, work, job_list(), memory))

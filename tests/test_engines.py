@@ -23,12 +23,13 @@ from torch import Tensor, nn
 import fedagg
 from fedagg import checkpoint, models, partition, seeding
 from fedagg.algorithms import REGISTRY
-from fedagg.engines import Sequential, batched, choose, stacked
+from fedagg.config import Config
+from fedagg.engines import Sequential, batched, choose, stacked, threaded
 from fedagg.engines.base import Setting
 from fedagg.engines.batched import Batched
 from fedagg.engines.distributed import deal
 from fedagg.engines.graph import traced
-from fedagg.engines.threaded import Threaded
+from fedagg.engines.threaded import Shared, Threaded
 from fedagg.engines.vmapped import VmappedNetwork
 from fedagg.errors import FedaggWarning, SettingError
 from fedagg.memory import ClientMemory
@@ -172,6 +173,7 @@ def forms(setting: Setting, chunks: bool = True) -> dict[str, Any]:
     if stacked.supported(setting):
         engines["stacked"] = Batched(setting, stacked.StackedNetwork, padding=True)
         engines["threads"] = Threaded(setting, 2)
+        engines["a stack a thread"] = Shared(Batched(choose.with_graph(setting), stacked.StackedNetwork, padding=True), 2)
         if chunks:
             engines["stacked by three"] = Batched(setting, stacked.StackedNetwork, chunk=3, padding=True)
     if chunks:
@@ -179,12 +181,63 @@ def forms(setting: Setting, chunks: bool = True) -> dict[str, Any]:
     return engines
 
 
+@pytest.fixture(autouse=True)
+def tiny_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threaded, "GRAIN", 1)
+
+
+def test_a_stack_a_thread_as_far_as_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By shapes alone, so that the same settings give the same bytes whatever else the machine does."""
+    setting = make_setting(flat(), (8,), ClientOptions(epochs=1, batch_size=4))
+    jobs = [Job(client, torch.arange(12), 1, client, client) for client in range(6)]
+    step = 6 * 4 * setting.layout.d  # clients, samples of a batch, weights
+
+    def sizes(grain: int, threads: int) -> list[int]:
+        monkeypatch.setattr(threaded, "GRAIN", grain)
+        return [len(stack) for stack in Shared(Batched(setting, stacked.StackedNetwork, padding=True), threads).stacks(jobs)]
+
+    assert sizes(step + 1, 2) == [6]
+    assert sizes(step // 2, 2) == [3, 3]
+    assert sizes(step // 2, 4) == [3, 3]
+    assert sizes(1, 4) == [2, 2, 1, 1]
+    assert sizes(1, 100) == [1] * 6
+
+
+def test_stacks_train_on_one_thread_each_and_leave_torch_as_it_was() -> None:
+    setting = make_setting(flat(), (8,), ClientOptions(epochs=2, batch_size=4))
+    seen: list[int] = []
+
+    def network(setting: Setting, n: int) -> stacked.StackedNetwork:
+        seen.append(torch.get_num_threads())
+        return stacked.StackedNetwork(setting, n)
+
+    engine, work = Shared(Batched(choose.with_graph(setting), network, padding=True), 2), works(setting.layout.d)["plain"]
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for _ in engine.run(setting.layout.pack(setting.module), work, job_list(), None):
+            assert torch.get_num_threads() == 1  # who sums up
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert set(seen) == {1}
+
+
+def test_only_written_layers_are_cut_into_stacks() -> None:
+    """Other networks may draw from torch's own generator, which all threads share."""
+    flat_setting = make_setting(flat(), (8,), ClientOptions(epochs=1, batch_size=4))
+    for name in ("auto", "batched"):
+        for threads, kind in ((1, Batched), (2, Shared)):
+            assert isinstance(choose.build(name, flat_setting, Config(model="custom", threads=threads)), kind)
+    assert isinstance(choose.shared(Batched(flat_setting, VmappedNetwork), 2), Batched)
+
+
 @pytest.mark.parametrize("kind", ["plain", "prox", "mixed", "per client", "memory", "mask", "trace"])
 @pytest.mark.parametrize("make", [chain, normed, branched, odd])
 def test_forms_agree_with_the_plain_engine(make: Any, kind: str) -> None:
     setting = make_setting(make(), (2, 8, 8), ClientOptions(epochs=2, batch_size=4))
     work, model = works(setting.layout.d)[kind], setting.layout.pack(setting.module)
-    memory = ClientMemory(4, setting.layout.d)
+    memory = ClientMemory(setting.layout.d)
     for client in range(4):
         memory.write(client, 0.01 * torch.randn(setting.layout.d, generator=torch.Generator().manual_seed(client)))
     jobs = job_list()

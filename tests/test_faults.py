@@ -237,7 +237,7 @@ def test_a_client_that_was_left_out_keeps_what_it_remembered(name: str, kind: st
     else:
         faults, who = only(kind)
     algorithm = algorithms.build(name, {"lr": 0.1, "dyn_alpha": 0.5})
-    memory = ClientMemory(8, D)
+    memory = ClientMemory(D)
     for client in range(8):
         memory.write(client, torch.full((D,), 0.01 * client))
     model = Model(torch.zeros(D), torch.zeros(2))

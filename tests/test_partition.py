@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -159,6 +162,50 @@ def test_a_class_that_runs_out_is_drawn_again_from_the_others() -> None:
         counts[1, run] = np.array([3, 3, 6]) - left
     means, errors = counts.mean(1), np.sqrt((counts.var(1) / 1500).sum(0))
     assert (np.abs(means[0] - means[1]) < 4 * errors).all()
+
+
+def outcomes(count: Callable[..., np.ndarray]) -> Counter[bytes]:
+    """What three clients of four samples draw from three classes, in 1500 draws."""
+    sizes = np.array([3, 3, 6])
+    return Counter(count(sizes, 3, 0.4, np.random.default_rng(seed)).tobytes() for seed in range(1500))
+
+
+def test_many_clients_draw_by_the_same_law_as_few() -> None:
+    """How often each table of counts comes out, in blocks and client by client: a chi-square test of two samples."""
+    one, other = outcomes(partition._counts_by_client), outcomes(partition._counts_in_blocks)
+    pairs = np.array([(one[table], other[table]) for table in one | other])
+    rare = pairs.sum(1) < 20
+    pairs = np.vstack([pairs[~rare], pairs[rare].sum(0)])
+    square = ((pairs[:, 0] - pairs[:, 1]) ** 2 / pairs.sum(1).clip(1)).sum()
+    freedom = len(pairs) - 1
+    assert freedom > 5
+    assert square < freedom + 4 * math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("sigma", [1e-200, 0.1, 1e200])
+def test_many_clients_share_as_few_do(sigma: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partition, "MANY", 10)
+    monkeypatch.setattr(partition, "BLOCK", 640)
+    labels = np.random.default_rng(0).choice(8, 3001, p=[0.3, 0.2, 0.2, 0.1, 0.1, 0.05, 0.04, 0.01])
+    parts = dirichlet(labels, 1000, sigma, 4)
+    check(parts, 1000, len(labels), whole=False)
+    assert {len(part) for part in parts} == {3}
+    assert same(parts, dirichlet(labels, 1000, sigma, 4))
+
+
+def test_few_clients_get_the_split_they_always_got() -> None:
+    """Published results stand on these draws."""
+    labels = np.random.default_rng(0).integers(0, 10, 6000)
+    splits = (np.concatenate(dirichlet(labels, 50, 0.3, 1, by=by)) for by in ("client", "class"))
+    found = [hashlib.sha256(split.tobytes()).hexdigest()[:16] for split in splits]
+    assert found == ["9106bf4ef1b01235", "94792dc08eaad1b6"]
+
+
+def test_samples_are_gathered_by_owner_in_ascending_order() -> None:
+    rng = np.random.default_rng(1)
+    samples, owners = rng.permutation(500)[:400], rng.integers(0, 30, 400)
+    parts = partition._gather(samples, owners, 31)
+    assert same(parts, [np.sort(samples[owners == owner]) for owner in range(31)])
 
 
 def test_prior_follows_unbalanced_classes() -> None:

@@ -226,7 +226,7 @@ class Simulation:
         self.by_client: ByClient = (
             evaluate.LikeItsOwn(self.evaluator, parts) if held is None else evaluate.Own(setting, held, self.task)
         )
-        self.memory = client_memory(config, len(parts), self.server) if self.server.algorithm.remembers else None
+        self.memory = client_memory(config, self.server) if self.server.algorithm.remembers else None
         who = functools.partial(range, config.clients)
         faults = faults_of(config)
         self.server.connect(
@@ -424,8 +424,8 @@ def faults_of(config: Config) -> Faults:
     )
 
 
-def client_memory(config: Config, clients: int, server: Server) -> ClientMemory:
-    return ClientMemory(clients, server.layout.d, spills(config, clients, server.layout.d), server.device)
+def client_memory(config: Config, server: Server) -> ClientMemory:
+    return ClientMemory(server.layout.d, spills(config, server.layout.d, server.device), server.device)
 
 
 class Samples:
@@ -493,9 +493,10 @@ def build_model(config: Config, data: Dataset | Inputs) -> nn.Module:
     return models.build(config.model, data.shape, data.classes, norm=config.norm, dropout=config.dropout, seed=seed, tokens=every)
 
 
-def spills(config: Config, clients: int, d: int) -> bool:
-    """Do per-client vectors live on disk? When they could take more memory than they should (4 GiB)."""
-    return config.client_memory == "disk" or (config.client_memory == "auto" and clients * d * 4 > 4 << 30)
+def spills(config: Config, d: int, device: torch.device) -> bool:
+    """Do per-client vectors live on disk? When they could take more memory than they should: 1 GiB, or 4 of a GPU's."""
+    most = (4 if device.type == "cuda" else 1) << 30
+    return config.client_memory == "disk" or (config.client_memory == "auto" and config.clients * d * 4 > most)
 
 
 def describe(t: int, clients: Clients, algorithm: algorithms.Algorithm, unchanged: bool) -> dict[str, Any]:

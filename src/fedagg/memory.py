@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,15 +18,14 @@ class ClientMemory:
 
     New vectors are staged while a round runs, kept for the clients that the server finds valid, and committed when
     the round is booked: a client that was left out, and every client of a round that was broken off, keeps what it
-    remembered before. With `disk`, the rows live in a sparse file without a name, which goes with the process; only
-    the operating system's cache is memory."""
+    remembered before. With `disk`, the vectors live in a file without a name, which goes with the process, and memory does not grow
+    with the clients that have taken part."""
 
-    def __init__(self, clients: int, d: int, disk: bool = False, device: torch.device | str = "cpu") -> None:
+    def __init__(self, d: int, disk: bool = False, device: torch.device | str = "cpu") -> None:
         self.d, self.device = d, "cpu" if disk else device
-        self.rows: dict[int, Tensor] = {}
+        self.rows: dict[int, Tensor] | Shelf = Shelf(d) if disk else {}
         self.staged: dict[int, Tensor] = {}
         self.kept: dict[int, Tensor] = {}
-        self.room = Room(clients, d) if disk else None
 
     def read(self, clients: Sequence[int]) -> Tensor:
         zero = torch.zeros(self.d, device=self.device)
@@ -54,34 +51,37 @@ class ClientMemory:
         self.kept = {}
 
     def write(self, client: int, vector: Tensor) -> None:
-        if self.room is None:
-            self.rows[client] = vector.to(self.device, copy=True)
-            return
-        if client not in self.rows:
-            self.rows[client] = self.room.row(client)
-        self.rows[client].copy_(vector)
+        self.rows[client] = vector.to(self.device, copy=True)
 
 
-class Room:
-    """A sparse file of (clients, d) numbers. A row's bytes are asked for before it is touched: a full disk is then an
-    error, and not the end of the process."""
+class Shelf:
+    """A file of vectors, one after another as clients first bring them. Read and written rather than mapped: mapped pages count as
+    the process's own, and those of a million clients are more than it may take."""
 
-    def __init__(self, clients: int, d: int) -> None:
-        self.bytes = 4 * d
-        with tempfile.TemporaryDirectory(prefix="fedagg-", ignore_cleanup_errors=True) as folder:
-            path = os.path.join(folder, "memory")
-            self.table = torch.from_file(path, shared=True, size=clients * d).view(clients, d)
-            self.handle = os.open(path, os.O_RDWR)
+    def __init__(self, d: int) -> None:
+        self.bytes, self.places = 4 * d, dict[int, int]()
+        self.file = tempfile.TemporaryFile(prefix="fedagg-")  # noqa: SIM115  open as long as this is used
 
-    def row(self, client: int) -> Tensor:
-        if sys.platform != "win32":
-            try:
-                os.posix_fallocate(self.handle, client * self.bytes, self.bytes)
-            except OSError as error:
-                why = f"no room for what clients remember ({reason(error)}); free some space in {tempfile.gettempdir()}"
-                raise SettingError("client_memory", "disk", why) from None
-        return self.table[client]
+    def get(self, client: int, default: Tensor) -> Tensor:
+        if client not in self.places:
+            return default
+        self.file.seek(self.places[client] * self.bytes)
+        return torch.frombuffer(bytearray(self.file.read(self.bytes)), dtype=torch.float32)
+
+    def __setitem__(self, client: int, vector: Tensor) -> None:
+        place = self.places.get(client, len(self.places))
+        try:
+            self.file.seek(place * self.bytes)
+            self.file.write(vector.contiguous().numpy().data)
+            self.file.flush()
+        except OSError as error:
+            why = f"no room for what clients remember ({reason(error)}); free some space in {tempfile.gettempdir()}"
+            raise SettingError("client_memory", "disk", why) from None
+        self.places[client] = place
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.places)
 
     def __del__(self) -> None:
-        if hasattr(self, "handle"):
-            os.close(self.handle)
+        if hasattr(self, "file"):
+            self.file.close()

@@ -90,7 +90,13 @@ def bench(task: Task, rivals: Sequence[str], passes: int = 2, told: Callable[[st
 
 
 def rows(timings: Sequence[Timing], operations: float, rate: float) -> list[dict[str, Any]]:
-    plain = next((t.median for t in timings if t.rival == "plain"), None)
+    medians = {t.rival: t.median for t in timings}
+
+    def times(yardstick: str, median: float | None) -> float | None:
+        """How many times as fast as a loop."""
+        slow = medians.get(yardstick)
+        return slow / median if slow and median else None
+
     return [
         {
             "rival": t.rival,
@@ -100,7 +106,8 @@ def rows(timings: Sequence[Timing], operations: float, rate: float) -> list[dict
             "median": t.median,
             "fastest": min(t.seconds, default=None),
             "slowest": max(t.seconds, default=None),
-            "ratio": plain / t.median if plain and t.median else None,
+            "ratio": times("plain", t.median),
+            "ratio_strong": times("strong", t.median),
             "startup": statistics.median(t.startup) if t.startup else None,
             "memory": t.memory,
             "device_memory": t.device_memory,

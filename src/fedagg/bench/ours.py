@@ -14,8 +14,8 @@ from fedagg.engines.base import Setting, set_precision
 from fedagg.work import ClientOptions
 
 
-def run(engine_name: str, task: Task, tick: Callable[[], None]) -> str:
-    """Returns what the engine says about itself."""
+def run(engine_name: str, task: Task, tick: Callable[[], None], ready: Callable[[str], None] = lambda note: None) -> str:
+    """Returns what the engine says about itself, which `ready` hears before the first round."""
     config = make({"algorithm": "fedavg", "lr": task.lr, "precision": task.precision})
     local = ClientOptions(epochs=task.epochs, batch_size=task.batch_size)
     device, module, (x, y) = torch.device(task.device), task.module(), task.data()
@@ -25,6 +25,7 @@ def run(engine_name: str, task: Task, tick: Callable[[], None]) -> str:
     method.start(now, module, setting.layout)
     set_precision(task.precision)
     engine = engines.build(engine_name, setting, config)
+    ready(engine.note)
     for t in range(task.rounds + 1):
         clients = Clients(
             engine=engine,

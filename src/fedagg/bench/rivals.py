@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
 
-from fedagg.bench import ours, plain
+from fedagg.bench import ours, plain, strong
 from fedagg.bench.task import Task
 from fedagg.errors import SettingError, first_line, unknown
 
@@ -37,6 +37,7 @@ class Rival:
 
 RIVALS = {
     "plain": Rival("a plain PyTorch loop", plain.run, package="torch"),
+    "strong": Rival("the strongest plain loop, on tensors", strong.run, package="torch"),
     "sequential": Rival("fedagg, sequential engine", functools.partial(ours.run, "sequential")),
     "batched": Rival("fedagg, batched engine", functools.partial(ours.run, "batched")),
     "auto": Rival("fedagg, the engine it picks", functools.partial(ours.run, "auto")),

@@ -12,7 +12,7 @@ from rich.table import Table
 from fedagg import files
 from fedagg.bench.task import Task
 
-COLUMNS = ("rival", "s/round", "fastest to slowest", "× plain", "start-up s", "memory", "of peak")
+COLUMNS = ("rival", "s/round", "fastest to slowest", "× plain", "× strong", "start-up s", "memory", "of peak")
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -25,7 +25,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         row["rival"],
         f"{row['median']:.4g}",
         f"{row['fastest']:.4g} to {row['slowest']:.4g}",
-        "" if row["ratio"] is None else f"{row['ratio']:.2f}",
+        *("" if row[name] is None else f"{row[name]:.2f}" for name in ("ratio", "ratio_strong")),
         f"{row['startup']:.1f}",
         memory,
         "" if row["share_of_peak"] is None else f"{100 * row['share_of_peak']:.2g} %",
@@ -81,6 +81,20 @@ def page(result: dict[str, Any]) -> str:
     lines += ["| " + " | ".join(COLUMNS) + " |", "|---|" + "---:|" * (len(COLUMNS) - 1)]
     lines += ["| " + " | ".join(cells(row)) + " |" for row in result["rows"]]
     return "\n".join(lines) + "\n"
+
+
+def neighbours(result: dict[str, Any]) -> str:
+    """What `neighbours.bench` saw, in words."""
+    m, runs = result["machine"], result["runs"]
+    spread = "; ".join(f"{one['alone']:.3g} and {one['beside']:.3g}" for one in result["passes"])
+    load = "" if m["load_before"] is None else f", load {m['load_before']:.2f} at the start"
+    return (
+        f"{title(result)}\n"
+        f"one run alone {result['alone']:.4g} s a round, each of {runs} side by side {result['beside']:.4g}: "
+        f"{result['ratio']:.2f} times as long\n"
+        f"passes: {spread}\n"
+        f"{m['date']}; {m['processor']}, {m['cores']} cores; fedagg {m['fedagg']}, torch {m['torch']}{load}; {result['note']}"
+    )
 
 
 def keep(result: dict[str, Any], folder: Path) -> Path:

@@ -22,6 +22,7 @@ from fedagg.config import ELSEWHERE
 from fedagg.errors import FedaggError, SettingError
 from fedagg.files import reason
 
+SPIN = "10000"  # turns of a waiting loop, tens of microseconds; libgomp's own choice is 300,000
 # Where each command is, and the first line of its help.
 COMMANDS = {
     "run": ("train:run", "Train one federated model, and keep everything about it in a run folder."),
@@ -94,6 +95,7 @@ def options(
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: everything a user can mend becomes one line and exit status 2."""
+    wait_briefly()
     warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}", "yellow")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape") and stream.encoding != "utf-8":
@@ -125,6 +127,13 @@ def main(arguments: list[str] | None = None) -> None:
     except (KeyboardInterrupt, click.Abort):
         err.print("stopped")
         leave(130)
+
+
+def wait_briefly() -> None:
+    """Have torch's threads sleep soon when they wait for each other, and not spin for a millisecond on a core that another process
+    wants. OpenMP reads this when torch is loaded, which no command has done yet; what the user has set stays."""
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = SPIN
 
 
 def refuse_empty(words: list[str]) -> None:

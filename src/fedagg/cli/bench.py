@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from fedagg import models
-from fedagg.bench import measure, table
+from fedagg.bench import measure, neighbours, table
 from fedagg.bench.rivals import RIVALS
 from fedagg.bench.task import Task
 from fedagg.cli.show import err, out
@@ -32,6 +32,10 @@ def bench(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:0, ...")] = "auto",
     precision: Annotated[str, typer.Option(help="our arithmetic on a GPU, of tf32, fp32, bf16")] = "tf32",
     rivals: Annotated[str, typer.Option(help=RIVAL_HELP)] = ",".join(RIVALS),
+    beside: Annotated[
+        int, typer.Option("--neighbours", help="instead, time our engine alone and in this many processes side by side")
+    ] = 0,
+    seconds: Annotated[float, typer.Option(min=0.01, help="with --neighbours: how long each turn lasts")] = 5.0,
     out_dir: Annotated[Path | None, typer.Option("--out", help="keep the table in this folder, as JSON and Markdown")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
 ) -> None:
@@ -51,6 +55,9 @@ def bench(
         device=str(pick_device(device)),
         precision=precision,
     )
+    if beside:
+        side_by_side(task, beside, seconds, passes, as_json)
+        return
     names = [name.strip() for name in rivals.split(",") if name.strip()]
     with err.status("bench", spinner="dots") as status:
         result = measure.bench(task, names, passes, status.update)
@@ -60,3 +67,14 @@ def bench(
         sys.stdout.write(json.dumps(result) + "\n")
     else:
         out.print(table.screen(result))
+
+
+def side_by_side(task: Task, runs: int, seconds: float, passes: int, as_json: bool) -> None:
+    if runs < 2:
+        raise SettingError("neighbours", runs, "give 2 or more runs")
+    with err.status("bench", spinner="dots") as status:
+        result = neighbours.bench(task, runs, seconds, passes, status.update)
+    if as_json:
+        sys.stdout.write(json.dumps(result) + "\n")
+    else:
+        out.print(table.neighbours(result), markup=False, highlight=False, soft_wrap=True)

@@ -22,7 +22,7 @@ from fedagg.engines.batched import Batched, has_triton
 from fedagg.engines.conv import channels_last
 from fedagg.engines.distributed import Distributed
 from fedagg.engines.sequential import Sequential
-from fedagg.engines.threaded import Threaded, draws
+from fedagg.engines.threaded import Shared, Threaded, draws
 from fedagg.engines.trial import Trial
 from fedagg.engines.vmapped import VmappedNetwork
 from fedagg.engines.windowed import Windowed, window
@@ -67,7 +67,7 @@ def on(setting: Setting, name: str, options: EngineOptions) -> Engine:
 
 def pick(setting: Setting, options: EngineOptions) -> Engine:
     """`auto`: what was fastest where it was measured (see the page on engines)."""
-    cores, module = options.threads or os.cpu_count() or 1, setting.module
+    cores, module = options.threads or torch.get_num_threads(), setting.module
     setting = with_graph(setting)
     trial = on_trial(setting, options)
     what = fills_a_core(module)
@@ -77,9 +77,10 @@ def pick(setting: Setting, options: EngineOptions) -> Engine:
         if cores > 1 and not (draws(module) if trial is None else trial.draws or trial.alone):
             return noted(Threaded(setting, cores), f"{what} fill a core, not several")
         return noted(Sequential(setting), f"{what} on a CPU gain nothing from stacking")
-    return together(setting, options, trial) or noted(
-        Sequential(setting), "the network does not train the same in a batch of clients"
-    )
+    engine = together(setting, options, trial)
+    if engine is None:
+        return noted(Sequential(setting), "the network does not train the same in a batch of clients")
+    return shared(engine, cores)
 
 
 def on_trial(setting: Setting, options: EngineOptions) -> Trial | None:
@@ -95,7 +96,14 @@ def batched(setting: Setting, options: EngineOptions) -> Engine:
         raise SettingError(
             "engine", "batched", "the model does not train the same in a batch of clients; choose auto or sequential"
         )
-    return replace(engine, strict=True)
+    return shared(replace(engine, strict=True), options.threads or torch.get_num_threads())
+
+
+def shared(engine: Batched, threads: int) -> Engine:
+    """A stack a thread on several threads of a CPU. Layers that are written out have generators of their own; other networks may
+    draw from torch's, which all threads share."""
+    own = engine.network is not VmappedNetwork and engine.setting.device.type == "cpu"
+    return Shared(engine, threads) if own and threads > 1 else engine
 
 
 def together(setting: Setting, options: EngineOptions, trial: Trial | None) -> Batched | None:

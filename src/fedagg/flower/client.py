@@ -96,7 +96,7 @@ def client_app(
             updates_only(work, "quiet")
         found = tested(setting, node, at, task) if order.test and not quiet else None
         tests = found.told(scores.ALONG) if found is not None else {}
-        memory = ClientMemory(client + 1, setting.layout.d)
+        memory = ClientMemory(setting.layout.d)
         if work.memory:
             memory.write(client, recall(context, order, setting.layout.d))
         (chunk,) = Sequential(setting).run(at, work, [job], memory)

@@ -1,0 +1,113 @@
+"""What a run loses to neighbours: our engine alone, and several processes of it side by side.
+
+The processes stay for the whole measurement and take turns, so that a machine that others use too is the same for both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from typing import Any
+
+from fedagg.bench import measure, ours
+from fedagg.bench.task import Task
+from fedagg.errors import FedaggError
+
+FOREVER = 10**9  # rounds; the processes end when nobody asks for more
+
+
+def bench(
+    task: Task, runs: int = 2, seconds: float = 5.0, passes: int = 3, told: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
+    """Seconds a round of one run alone and of each of several at once, and how many times as long the second is: a table's worth of
+    plain values, the medians over passes. `told` hears what is going on."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    alone: list[float] = []
+    beside: list[float] = []
+    with ExitStack() as stack:
+        told(f"{runs} processes start")
+        all_runs = [stack.enter_context(Run(task)) for _ in range(runs)]
+        notes = [run.answer() for run in all_runs]
+        for turn in range(passes):
+            told(f"pass {turn + 1} of {passes}: one alone")
+            one = all_runs[turn % runs]
+            one.ask(seconds)
+            alone.append(one.answer())
+            told(f"pass {turn + 1} of {passes}: {runs} side by side")
+            for run in all_runs:
+                run.ask(seconds)
+            beside.append(statistics.mean(run.answer() for run in all_runs))
+    return {
+        "task": {**asdict(task), "shape": list(task.shape), "per_round": task.per_round, "passes": passes},
+        "machine": {**measure.machine(task), "load_before": load},
+        "runs": runs,
+        "alone": statistics.median(alone),
+        "beside": statistics.median(beside),
+        "ratio": statistics.median(beside) / statistics.median(alone),
+        "passes": [{"alone": one, "beside": two} for one, two in zip(alone, beside, strict=True)],
+        "note": notes[0],
+    }
+
+
+class Run:
+    """A process that trains while it is asked to."""
+
+    def __init__(self, task: Task) -> None:
+        command = [sys.executable, "-m", "fedagg.bench.neighbours", json.dumps(asdict(task))]
+        environment = {key: value for key, value in os.environ.items() if key not in measure.INHERITED}
+        self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, seconds: float) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{seconds}\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise FedaggError(f"bench: a run beside others ended with exit status {self.process.wait()}")
+        return json.loads(line)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+class Turns:
+    """Trains for as long as standard input says, answers with the mean seconds of a round, and waits to be asked again."""
+
+    def __init__(self) -> None:
+        self.rounds, self.began, self.until = 0, 0.0, 0.0
+
+    def tick(self) -> None:
+        self.rounds += 1
+        now = time.perf_counter()
+        if now < self.until:
+            return
+        if self.until:
+            say((now - self.began) / self.rounds)
+        asked = sys.stdin.readline()
+        if not asked:
+            raise SystemExit
+        self.rounds, self.began = 0, time.perf_counter()
+        self.until = self.began + float(asked)
+
+
+def say(what: Any) -> None:
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    ours.run("auto", replace(Task(**json.loads(sys.argv[1])), rounds=FOREVER), Turns().tick, ready=say)
