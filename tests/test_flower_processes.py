@@ -199,7 +199,7 @@ def test_three_rounds_with_tls_and_keys_and_two_deaths(federation: Federation) -
     f.up()
     stranger = unknown_node(f)
 
-    run = f.watched(rounds=3, eval_every=3, timeout=120.0)
+    run = f.watched(rounds=3, eval_every=3, timeout=600.0)
     until("a round", lambda: len(f.rows("metrics.jsonl")) >= 1)
     f.kill("superlink")  # and the server application with it
     f.superlink()
