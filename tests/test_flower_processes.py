@@ -41,7 +41,7 @@ from flower_grid import HereGrid
 NGINX = shutil.which("nginx")
 BIN = Path(sys.executable).parent
 SOURCE = Path(__file__).parent.parent / "src"
-PATIENCE = 600  # seconds: only a process that hangs takes so long, however busy the machine
+PATIENCE = 1200  # seconds: only a process that hangs takes so long, however busy the machine
 MARK = "FEDAGG_TEST_PROCESS"
 TEMPLATE = SOURCE / "fedagg" / "flower" / "template"
 long = pytest.mark.skipif("FEDAGG_PROCESSES" not in os.environ, reason="two minutes; FEDAGG_PROCESSES=all runs it")
@@ -255,7 +255,7 @@ def test_a_stranger_at_the_door(federation: Federation) -> None:
 
     # Every path that Flower serves, and some ways of writing them.
     trust = ssl.create_default_context(cafile=str(certificate))
-    with httpx.Client(verify=trust, headers={"content-type": PROTOBUF_MEDIA_TYPE}) as client:
+    with httpx.Client(verify=trust, timeout=PATIENCE, headers={"content-type": PROTOBUF_MEDIA_TYPE}) as client:
 
         def asked(port: int, path: str) -> int:
             return client.post(f"https://127.0.0.1:{port}{path}", content=b"").status_code
