@@ -43,9 +43,20 @@ SLOW = {
         "trackers",
     ]
 }
+# Two workers take whole files, in this order: the longest first, or one of them ends up waiting for the other.
+LONGEST_FIRST = [
+    f"test_{name}.py"
+    for name in [
+        *("flower", "flower_processes", "flower_ray", "resume", "report_browser", "flower_privacy", "engines", "notebooks"),
+        *("reproduce", "seam", "plugins", "tuning", "faults", "docs", "fused", "every_combination", "watch", "tools", "trackers"),
+        *("real_data", "bench"),
+    ]
+]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: number for number, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
     for item in items:
         if item.path.name in SLOW:
             item.add_marker("slow")

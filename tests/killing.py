@@ -20,7 +20,7 @@ import torch
 
 import tiny
 
-ROUNDS = 6
+ROUNDS = 4
 
 
 def child(settings: dict[str, Any]) -> int:
@@ -45,7 +45,7 @@ def killed(number: int, run: Path, chance: random.Random) -> bool:
             time.sleep(chance.uniform(0.0, 0.03))
             os.kill(number, signal.SIGKILL)
             return os.WIFSIGNALED(os.waitpid(number, 0)[1])
-        time.sleep(0.001)
+        time.sleep(0.002)
     return False
 
 

@@ -40,7 +40,7 @@ NETWORKS = {
     "googlenet": "fedbabu",
     "densenet121": "fedgh",
     "mlp": "fedagg",
-    "resnet18-gn": "fedagg",
+    "resnet18-gn": "fedavg",
     "char-lstm": "fedgh",
     "char-transformer": "fedagg",
 }

@@ -291,10 +291,10 @@ def test_honest_nodes_are_not_left_out(changes):
 @pytest.mark.filterwarnings("ignore:left out")
 def test_training_that_blows_up_is_judged_as_in_the_simulator():
     """Its losses and rates are no numbers, and FedAgg is to know of it."""
-    options = {"algorithm": "fedagg", "participation": 1.0, "lr": 1e3, "pace": "base"}
+    options = {"algorithm": "fedagg", "participation": 1.0, "lr": 1e3, "pace": "base", "rounds": 2}
     alone = simulated("lenet5", **options)
     strategy, _ = federated("lenet5", **options)
-    assert [row["left_out"] for row in strategy.book.history] == [row["left_out"] for row in alone.history] == [3, 3, 3]
+    assert [row["left_out"] for row in strategy.book.history] == [row["left_out"] for row in alone.history] == [3, 3]
     assert strategy.about[0]["left_out"]["2"] == "not finite"
     assert torch.allclose(strategy.server.model.w, strategy.layout.pack(alone.model).w, rtol=0, atol=1e-5)
 

@@ -321,7 +321,7 @@ def test_nginx_takes_what_the_script_makes_of_its_file(project, tmp_path):
     (tmp_path / "bin" / "nginx").chmod(0o755)
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
     words, env = [str(project / "proxy.sh"), "127.0.0.1", "8443"], {**os.environ, "PATH": path}
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "test is successful" in done.stderr
     assert "[warn]" not in done.stderr
@@ -338,7 +338,7 @@ def test_systemd_takes_the_units(project):
         assert "Restart=" in text
         (here / unit.name.replace("@", "@0")).write_text(text.replace("User=fedagg", "User=root"))
     words = ["systemd-analyze", "verify", "--recursive-errors=no", *map(str, here.iterdir())]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=300)
     ours = [line for line in done.stderr.splitlines() if "fedagg-" in line or str(here) in line]
     assert (done.returncode, ours) == (0, [])
 

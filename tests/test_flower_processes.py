@@ -41,7 +41,7 @@ from flower_grid import HereGrid
 NGINX = shutil.which("nginx")
 BIN = Path(sys.executable).parent
 SOURCE = Path(__file__).parent.parent / "src"
-NODES, ROUNDS = 3, 4
+PATIENCE = 1200  # seconds: only a process that hangs takes so long, however busy the machine
 MARK = "FEDAGG_TEST_PROCESS"
 TEMPLATE = SOURCE / "fedagg" / "flower" / "template"
 long = pytest.mark.skipif("FEDAGG_PROCESSES" not in os.environ, reason="two minutes; FEDAGG_PROCESSES=all runs it")
@@ -62,19 +62,19 @@ def reachable(port: int) -> bool:
         return s.connect_ex(("127.0.0.1", port)) == 0
 
 
-def until(what: str, done: Callable[[], object], seconds: float) -> None:
-    end = time.monotonic() + seconds
+def until(what: str, done: Callable[[], object]) -> None:
+    end = time.monotonic() + PATIENCE
     while not done():
-        assert time.monotonic() < end, f"{what} took over {seconds} seconds"
-        time.sleep(0.2)
+        assert time.monotonic() < end, f"{what} took over {PATIENCE} seconds"
+        time.sleep(0.1)
 
 
 class Federation:
     """The processes of one test. Each carries a mark in its environment, and so do its children, even detached."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.tag = folder, f"{os.getpid()}-{time.monotonic_ns()}"
-        self.port, self.door, *self.node_ports = free_ports(NODES + 3)
+    def __init__(self, folder: Path, nodes: int) -> None:
+        self.folder, self.nodes, self.tag = folder, nodes, f"{os.getpid()}-{time.monotonic_ns()}"
+        self.port, self.door, *self.node_ports = free_ports(nodes + 3)
         self.started: list[subprocess.Popen[bytes]] = []
         self.environment = {
             **os.environ,
@@ -90,7 +90,7 @@ class Federation:
         return {**self.environment, MARK: f"{self.tag}/{name}"}
 
     def command(self, *words: str) -> str:
-        done = subprocess.run(words, cwd=self.folder, env=self.env("command"), capture_output=True, text=True, timeout=180)
+        done = subprocess.run(words, cwd=self.folder, env=self.env("command"), capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -105,15 +105,15 @@ class Federation:
 
     def superlink(self) -> None:
         self.start("superlink", "./superlink.sh", str(self.port))
-        until("the SuperLink", lambda: reachable(self.port), 60)
+        until("the SuperLink", lambda: reachable(self.port))
 
     def proxy(self) -> None:
         self.start("proxy", "./proxy.sh", "127.0.0.1", str(self.door), str(self.port))
-        until("the proxy", lambda: reachable(self.door), 20)
+        until("the proxy", lambda: reachable(self.door))
 
     def supernode(self, number: int, port: int) -> subprocess.Popen[bytes]:
         server = self.door if NGINX else self.port
-        return self.start(f"node-{number}", "./supernode.sh", str(number), str(NODES), f"127.0.0.1:{server}", str(port))
+        return self.start(f"node-{number}", "./supernode.sh", str(number), str(self.nodes), f"127.0.0.1:{server}", str(port))
 
     def alive(self, name: str = "") -> list[int]:
         wanted, found = f"{MARK}={self.tag}/{name}".encode(), []
@@ -143,8 +143,8 @@ class Federation:
             time.sleep(0.2)
         self.kill()
         for process in self.started:
-            process.wait(timeout=10)
-        until("the end of all processes", lambda: not self.alive(), 10)
+            process.wait(timeout=PATIENCE)
+        until("the end of all processes", lambda: not self.alive())
 
     def up(self) -> None:
         """The SuperLink, and all nodes on their way to it."""
@@ -152,17 +152,17 @@ class Federation:
         if NGINX:
             self.proxy()
         self.fedagg("register", ".")
-        for number in range(NODES):
+        for number in range(self.nodes):
             self.supernode(number, self.node_ports[number])
 
     def submit(self, **settings: object) -> None:
         words = " ".join(f"{name.replace('_', '-')}={value}" for name, value in settings.items())
-        self.command("flwr", "run", ".", "deployment", "--run-config", f"clients={NODES} {words} out='{self.folder}/runs'")
+        self.command("flwr", "run", ".", "deployment", "--run-config", f"clients={self.nodes} {words} out='{self.folder}/runs'")
 
     def watched(self, **settings: object) -> subprocess.Popen[bytes]:
         """A run that is started again when it fails."""
         words = " ".join(f"{name.replace('_', '-')}={value}" for name, value in settings.items())
-        given = f"clients={NODES} {words} out='{self.folder}/runs'"
+        given = f"clients={self.nodes} {words} out='{self.folder}/runs'"
         return self.start("run", sys.executable, "-m", "fedagg", "flower", "run", ".", "--restarts", "3", "--run-config", given)
 
     def done(self) -> bool:
@@ -177,12 +177,13 @@ class Federation:
 
 
 @pytest.fixture
-def federation(tmp_path: Path) -> Iterator[Federation]:
+def federation(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Federation]:
+    """Of two nodes: every message is a process that imports torch. Some tests ask for more."""
     folder = tmp_path / "project"
     folder.mkdir()
-    here = Federation(folder)
+    here = Federation(folder, getattr(request, "param", 2))
     cli.new(folder)
-    cli.keys(folder, nodes=NODES, port=here.port)
+    cli.keys(folder, nodes=here.nodes, port=here.port)
     try:
         yield here
     finally:
@@ -191,36 +192,36 @@ def federation(tmp_path: Path) -> Iterator[Federation]:
 
 
 @pytest.mark.slow
-def test_four_rounds_with_tls_and_keys_and_two_deaths(federation: Federation) -> None:
+def test_three_rounds_with_tls_and_keys_and_two_deaths(federation: Federation) -> None:
     """The SuperLink is killed in the second round and started again, a node in the third. The run ends in the weights of one that
     was left alone, but for the answers of that node."""
     f = federation
     f.up()
     stranger = unknown_node(f)
 
-    run = f.watched(rounds=ROUNDS, eval_every=ROUNDS, timeout=120.0)
-    until("a round", lambda: len(f.rows("metrics.jsonl")) >= 1, 600)
+    run = f.watched(rounds=3, eval_every=3, timeout=600.0)
+    until("a round", lambda: len(f.rows("metrics.jsonl")) >= 1)
     f.kill("superlink")  # and the server application with it
     f.superlink()
-    until("two rounds", lambda: len(f.rows("metrics.jsonl")) >= 2, 600)
-    f.kill("node-2")
-    assert run.wait(timeout=600) == 0, f.log("run")
+    until("two rounds", lambda: len(f.rows("metrics.jsonl")) >= 2)
+    f.kill("node-1")
+    assert run.wait(timeout=PATIENCE) == 0, f.log("run")
     assert f.done()
 
     rows, clients = f.rows("metrics.jsonl"), f.rows("clients.jsonl")
-    assert [row["round"] for row in rows] == [1, 2, 3, 4]
-    assert [row["clients"] for row in clients[:2]] == [[0, 1, 2]] * 2
-    assert clients[-1]["clients"] == [0, 1]
+    assert [row["round"] for row in rows] == [1, 2, 3]
+    assert [row["clients"] for row in clients[:2]] == [[0, 1]] * 2
+    assert clients[-1]["clients"] == [0]
     missing = {int(k): v for row in clients[2:] for k, v in row["left_out"].items()}
-    assert list(missing) == [2]
+    assert list(missing) == [1]
     assert json.loads((f.folder / "runs" / "result.json").read_text())["accuracy"] > 0.8
     found = load_tensors((f.folder / "runs" / "model.safetensors").read_bytes())
-    for name, weights in replayed(clients).items():
+    for name, weights in replayed(f.nodes, clients).items():
         assert torch.allclose(found[name], weights, rtol=0, atol=1e-5), name
 
     # Nobody without a registered key gets in.
     assert stranger.poll() not in (None, 0)
-    assert all("3" not in row.get("nodes", {}) for row in clients)
+    assert all("2" not in row.get("nodes", {}) for row in clients)
 
 
 @pytest.mark.slow
@@ -243,7 +244,7 @@ def test_a_stranger_at_the_door(federation: Federation) -> None:
         "register": ("flwr", "supernode", "register", str(home / "node-7.pub"), "deployment"),
         "run": ("flwr", "run", ".", "deployment"),
         "list": ("flwr", "list", "deployment"),
-        "plain": ("flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{f.door}", "--port", str(f.node_ports[3])),
+        "plain": ("flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{f.door}", "--port", str(f.node_ports[-1])),
     }
     tries = {}
     for name, words in commands.items():
@@ -254,7 +255,7 @@ def test_a_stranger_at_the_door(federation: Federation) -> None:
 
     # Every path that Flower serves, and some ways of writing them.
     trust = ssl.create_default_context(cafile=str(certificate))
-    with httpx.Client(verify=trust, headers={"content-type": PROTOBUF_MEDIA_TYPE}) as client:
+    with httpx.Client(verify=trust, timeout=PATIENCE, headers={"content-type": PROTOBUF_MEDIA_TYPE}) as client:
 
         def asked(port: int, path: str) -> int:
             return client.post(f"https://127.0.0.1:{port}{path}", content=b"").status_code
@@ -268,7 +269,7 @@ def test_a_stranger_at_the_door(federation: Federation) -> None:
             assert asked(f.door, path) in (400, 403), path
 
     for name, process in tries.items():
-        assert process.wait(timeout=90) != 0, name
+        assert process.wait(timeout=PATIENCE) != 0, name
     assert "only what nodes need is served here" in " ".join((home / "list.log").read_text().split())
     assert "this federation speaks TLS only" in (home / "plain.log").read_text()
     runs = json.loads(f.command("flwr", "list", "deployment", "--format", "json"))
@@ -288,11 +289,11 @@ TRICKS = [
 ]
 
 
-def replayed(clients: list[dict]) -> dict[str, torch.Tensor]:
+def replayed(nodes: int, clients: list[dict]) -> dict[str, torch.Tensor]:
     """The same rounds in this process, without the answers that the record says were missing."""
     task = runpy.run_path(str(TEMPLATE / "federation" / "task.py"))
     settings, rounds = tomllib.loads((TEMPLATE / "pyproject.toml").read_text()), len(clients)
-    config, _ = split(settings["tool"]["flwr"]["app"]["config"] | {"clients": NODES, "rounds": rounds, "eval-every": rounds})
+    config, _ = split(settings["tool"]["flwr"]["app"]["config"] | {"clients": nodes, "rounds": rounds, "eval-every": rounds})
     module = untrained(task["model"], config.seed)
 
     def lose(sent, reply):
@@ -300,7 +301,7 @@ def replayed(clients: list[dict]) -> dict[str, torch.Tensor]:
         return [reply] if reply.metadata.src_node_id - 1000 in row["clients"] else []
 
     strategy = FedAggStrategy(module, config)
-    strategy.run(HereGrid(client_app(task["model"], task["data"]), NODES, lose), wait=0)
+    strategy.run(HereGrid(client_app(task["model"], task["data"]), nodes, lose), wait=0)
     return module.state_dict()
 
 
@@ -311,23 +312,24 @@ def untrained(model: Callable[[], torch.nn.Module], seed: int) -> torch.nn.Modul
 
 def unknown_node(f: Federation) -> subprocess.Popen[bytes]:
     """A SuperNode with a proper key that nobody has registered."""
-    node_key(f.folder / "keys", 3)
-    return f.supernode(3, f.node_ports[3])
+    node_key(f.folder / "keys", f.nodes)
+    return f.supernode(f.nodes, f.node_ports[-1])
 
 
 @long
+@pytest.mark.parametrize("federation", [3], indirect=True)
 def test_an_answer_after_the_deadline(federation: Federation) -> None:
     """A node is stopped when it has received the work of round 2, and goes on when the round is over without it."""
     f = federation
     f.up()
     f.submit(rounds=4, eval_every=4, timeout=30.0)
-    until("the second round", lambda: "ROUND 2]" in f.log("node-2"), 120)
+    until("the second round", lambda: "ROUND 2]" in f.log("node-2"))
     f.kill("node-2", signal.SIGSTOP)
     try:
-        until("its end", lambda: len(f.rows("metrics.jsonl")) >= 2, 90)
+        until("its end", lambda: len(f.rows("metrics.jsonl")) >= 2)
     finally:
         f.kill("node-2", signal.SIGCONT)
-    until("the run", f.done, 200)
+    until("the run", f.done)
 
     clients = f.rows("clients.jsonl")
     assert clients[1]["left_out"] == {"2": "no answer in time"}
@@ -337,11 +339,12 @@ def test_an_answer_after_the_deadline(federation: Federation) -> None:
     assert f.log("node-2").count("ROUND 2]") == 2
     assert "Message TTL has expired" in f.log("superlink")
     found = load_tensors((f.folder / "runs" / "model.safetensors").read_bytes())
-    for name, weights in replayed(clients).items():
+    for name, weights in replayed(f.nodes, clients).items():
         assert torch.allclose(found[name], weights, rtol=0, atol=1e-5), name
 
 
 @long
+@pytest.mark.parametrize("federation", [3], indirect=True)
 def test_secure_aggregation(federation: Federation) -> None:
     """Two rounds of FedAgg under SecAgg+, with the line that the documentation says turns it on."""
     f = federation
@@ -349,14 +352,14 @@ def test_secure_aggregation(federation: Federation) -> None:
     settings.write_text(settings.read_text() + "secure = true\n")
     f.up()
     f.submit(rounds=2, eval_every=2, timeout=90.0)
-    until("the run", f.done, 400)
+    until("the run", f.done)
 
     rows, clients = f.rows("metrics.jsonl"), f.rows("clients.jsonl")
     assert [row["clients"] for row in clients] == [[0, 1, 2]] * 2
     found = load_tensors((f.folder / "runs" / "model.safetensors").read_bytes())
     model = runpy.run_path(str(TEMPLATE / "federation" / "task.py"))["model"]
-    start, clear = untrained(model, seed=0).state_dict(), replayed(clients)
+    start, clear = untrained(model, seed=0).state_dict(), replayed(f.nodes, clients)
     numbers = sum(weights.numel() for weights in clear.values())
-    assert [row["bytes_up"] for row in rows] == [NODES * 4 * numbers] * 2
+    assert [row["bytes_up"] for row in rows] == [f.nodes * 4 * numbers] * 2
     gap, way = (sum(float((a[k] - clear[k]).square().sum()) for k in clear) ** 0.5 for a in (found, start))
     assert gap < 0.02 * way

@@ -45,7 +45,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with api.sync_playwright() as play:
-        started = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS, timeout=180_000)
+        started = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS, timeout=300_000)
         yield started
         started.close()
 
@@ -55,7 +55,7 @@ class Opened:
 
     def __init__(self, browser: Any, report: Path | str, width: int = 1400, scheme: str = "light", **more: Any) -> None:
         self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, **more)
-        self.context.set_default_timeout(180_000)  # a busy machine is no fault of the page's
+        self.context.set_default_timeout(300_000)  # a busy machine is no fault of the page's
         self.page = self.context.new_page()
         self.complaints: list[str] = []
         self.asked: list[str] = []
@@ -83,8 +83,9 @@ def untouched(browser: Any, report: Path) -> Iterator[Opened]:
     tab.context.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def opened(browser: Any, report: Path) -> Iterator[Opened]:
+    """Another, for tests that change it: each leaves it as it was."""
     tab = Opened(browser, report)
     yield tab
     tab.context.close()
@@ -118,10 +119,13 @@ def test_every_chart_says_what_it_shows(untouched: Opened) -> None:
 def test_a_click_on_the_legend_hides_a_line_and_its_band(opened: Opened) -> None:
     before = [t["visible"] for t in opened.traces("chart-accuracy") if t["group"] == "FedAgg"]
     assert before == [True, True]  # two seeds: a line and a band
-    opened.page.locator("#chart-accuracy .legend .traces", has_text="FedAgg").locator(".legendtoggle").click()
+    toggle = opened.page.locator("#chart-accuracy .legend .traces", has_text="FedAgg").locator(".legendtoggle")
+    toggle.click()
     opened.page.wait_for_function("() => document.getElementById('chart-accuracy')._fullData[0].visible === 'legendonly'")
     after = {(t["group"], t["visible"]) for t in opened.traces("chart-accuracy")}
     assert after == {("FedAgg", "legendonly"), ("FedAvg", True), ("FedExP", True)}
+    toggle.click()
+    opened.page.wait_for_function("() => document.getElementById('chart-accuracy')._fullData.every(t => t.visible === true)")
 
 
 def test_a_table_sorts_by_number_and_by_word(opened: Opened) -> None:
@@ -156,11 +160,13 @@ def test_choosing_a_setting_and_what_to_count_by(opened: Opened) -> None:
     assert opened.traces("chart-accuracy")[0]["x"] == [24000, 30000, 36000, 42000]
     opened.page.select_option("#rate-epoch", index=1)
     assert "Shown: epoch 2." in opened.page.locator("#chart-rate-map").get_attribute("aria-label")
+    for choice in ("#group", "#progress", "#rate-epoch"):
+        opened.page.select_option(choice, index=0)
+    assert opened.traces("chart-accuracy")[0]["y"] == first
     assert opened.complaints == []
 
 
-def test_it_fits_every_screen(browser: Any, report: Path) -> None:
-    tab = Opened(browser, report)
+def test_it_fits_every_screen(opened: Opened) -> None:
     fits = """() => {
         const box = document.querySelector('#chart-accuracy .main-svg').getBoundingClientRect();
         const wide = document.documentElement.scrollWidth;
@@ -170,29 +176,26 @@ def test_it_fits_every_screen(browser: Any, report: Path) -> None:
         const edges = part => document.querySelector(chart + ' ' + part).getBoundingClientRect();
         return edges('.cbtitle').width > 0 && edges('.cbtitle').right <= edges('.main-svg').right;
     }"""
-    for width in (360, 390, 800, 1600, 2400):
-        tab.page.set_viewport_size({"width": width, "height": 900})
-        tab.page.wait_for_function(fits)
+    for width in (360, 390, 800, 2400, 1400):
+        opened.page.set_viewport_size({"width": width, "height": 900})
+        opened.page.wait_for_function(fits)
         for chart in ("#chart-partition", "#chart-rate-map", "#chart-moved-map"):
-            tab.page.wait_for_function(titled, arg=chart)  # the scale of a map says what it counts
-    assert tab.complaints == []
-    tab.context.close()
+            opened.page.wait_for_function(titled, arg=chart)  # the scale of a map says what it counts
+    assert opened.complaints == []
 
 
-def test_light_and_dark_are_readable(browser: Any, report: Path) -> None:
+def test_light_and_dark_are_readable(opened: Opened) -> None:
     """The page follows when the reader's system changes, charts included."""
-    tab = Opened(browser, report)
     style, axis = "getComputedStyle(document.body)", "getComputedStyle(document.querySelector('#chart-accuracy .xtick text')).fill"
     shades = set()
-    for scheme in ("light", "dark"):
-        tab.page.emulate_media(color_scheme=scheme)
-        tab.page.wait_for_function(f"() => {axis} === {style}.color")
-        paper, ink = (tab.page.evaluate(f"{style}.{name}") for name in ("backgroundColor", "color"))
+    for scheme in ("dark", "light"):
+        opened.page.emulate_media(color_scheme=scheme)
+        opened.page.wait_for_function(f"() => {axis} === {style}.color")
+        paper, ink = (opened.page.evaluate(f"{style}.{name}") for name in ("backgroundColor", "color"))
         assert contrast(paper, ink) >= 7.0
         shades.add(paper)
     assert len(shades) == 2
-    assert tab.complaints == []
-    tab.context.close()
+    assert opened.complaints == []
 
 
 def contrast(one: str, two: str) -> float:
@@ -216,6 +219,7 @@ def test_rates_that_are_all_one_number_stand_on_a_scale_around_it(opened: Opened
         " ['zmin', 'zmax'].map(k => document.getElementById('chart-rate-map')._fullData[0][k])]"
     )
     assert made == [[0, 0.02], [0, 0.02]]
+    opened.page.select_option("#rate-run", index=0)
 
 
 def test_few_rounds_are_counted_whole(untouched: Opened) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,11 +71,12 @@ def test_the_gpu_check_finds_a_kernel_that_is_wrong(gpu: ModuleType, fault: str,
     assert not next(gpu.steps(gpu.Bench(torch.device("cpu"), seed=1))).passed
 
 
-def test_forms_are_timed_on_a_cpu() -> None:
-    command = [sys.executable, str(TOOLS / "bench_forms.py"), "--tiny", "--device", "cpu", "--models", "linear"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    head, _, row, *_ = done.stdout.splitlines()
+def test_forms_are_timed_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    forms = load("bench_forms")
+    monkeypatch.setattr(forms, "set_precision", lambda precision: None)  # for the whole process
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    assert forms.main(["--tiny", "--device", "cpu", "--models", "linear"]) == 0
+    head, _, row, *_ = capsys.readouterr().out.splitlines()
     assert head == "| network | precision | plain loop | vmap | stacked | fused | plain loop / fused |"
     name, precision, plain, vmap, stacked, fused, ratio = row.strip("| ").split(" | ")
     assert (name, precision, fused, ratio) == ("linear", "tf32", "-", "-")

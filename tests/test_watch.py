@@ -35,7 +35,7 @@ def server(run: Growing) -> Iterator[Server]:
 
 
 def ask(server: Server, path: str, host: str = "", method: str = "GET") -> tuple[int, dict[str, str], bytes]:
-    link = http.client.HTTPConnection(*server.server_address[:2], timeout=60)
+    link = http.client.HTTPConnection(*server.server_address[:2], timeout=300)
     link.putrequest(method, path, skip_host=True)
     link.putheader("Host", host or f"127.0.0.1:{server.server_address[1]}")
     link.endheaders()
@@ -188,7 +188,7 @@ def test_ctrl_c_ends_it(run: Growing) -> None:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("watch at http://127.0.0.1:")
         process.send_signal(signal.SIGINT)
-        rest, complaints = process.communicate(timeout=60)
+        rest, complaints = process.communicate(timeout=300)
     assert (process.returncode, rest, complaints) == (0, "", "")
 
 

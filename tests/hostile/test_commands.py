@@ -20,7 +20,7 @@ QUICK = ["--rounds", "1", "--clients", "4", "--participation", "0.5", "--quiet"]
 
 def command(*words: str, **given: Any) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "fedagg", *words]
-    return subprocess.run(line, text=True, timeout=120, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **given})
+    return subprocess.run(line, text=True, timeout=300, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **given})
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
