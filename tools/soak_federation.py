@@ -161,8 +161,10 @@ def until(done: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.5)
 
 
-def replayed(folder: Path, nodes: int, rounds: int, clients: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """The rounds of the record in this process, without the answers that it says were missing."""
+def replayed(folder: Path, nodes: int, rounds: int, clients: list[dict[str, Any]]) -> torch.Tensor:
+    """The weights after the rounds of the record in this process, without the answers that it says were missing, on one thread as
+    the nodes have: on two, sums are rounded otherwise, and what the guard decides on losses near zero may differ."""
+    torch.set_num_threads(1)
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
     from flower_grid import HereGrid
 
@@ -180,8 +182,7 @@ def replayed(folder: Path, nodes: int, rounds: int, clients: list[dict[str, Any]
     logging.getLogger("flwr").setLevel(logging.ERROR)
     strategy = FedAggStrategy(module, config)
     strategy.run(HereGrid(client_app(task["model"], task["data"]), nodes, lose), wait=0)
-    state: dict[str, torch.Tensor] = module.state_dict()
-    return state
+    return strategy.server.model.w
 
 
 def main() -> None:
@@ -243,15 +244,14 @@ def main() -> None:
         "accuracy": checked.get("accuracy"),
     }
     if (saved := checkpoint.latest(soak.folder / "runs" / "checkpoints")) is not None:
-        state = replayed(soak.folder, given.nodes, given.rounds, clients[: saved.round])
-        flat = torch.cat([part.flatten().float() for part in state.values()])
-        result["furthest_weight_from_replay"] = float((saved.tensors["w"].float() - flat).abs().max())
+        again = replayed(soak.folder, given.nodes, given.rounds, clients[: saved.round])
+        result["furthest_weight_from_replay"] = float((saved.tensors["w"] - again).abs().max())
     text = json.dumps(result, indent=2)
     if given.out is not None:
         given.out.write_text(text + "\n", encoding="utf-8")
     print(text)
     healthy = all(result[name] for name in ("without_a_gap", "tested", "survived"))
-    healthy = healthy and result.get("furthest_weight_from_replay", 0.0) < 1e-3
+    healthy = healthy and result.get("furthest_weight_from_replay", 0.0) < 1e-6
     sys.exit(0 if healthy else 1)
 
 
