@@ -34,7 +34,8 @@ RATES = 6  # that are tried at once, from a quarter of the base rate up
 SHIFTS = 4  # of that range at most, while the best of it lies at an end
 SHARE = 0.5  # of the rate that is best for a client alone: what is good for one is too much for the average
 GROWTH = 1.2  # of the rate in a round at most
-YOUTH = 3.0  # rounds: round t changes what earlier ones have led to by about one part in t + YOUTH
+YOUTH = 8.0  # rounds: round t changes the rate, by its trend, by about one part in t + YOUTH
+TAIL = 3.0  # later models weigh more in the average of the path: the η of Shamir and Zhang
 MEMORY = 0.7  # of the agreement and of the line search, for earlier rounds
 RATE_BAND = (0.1, 2.0)  # rates stay within these multiples of the pace
 KEPT = ("phi1", "known", "agreement", "back")  # what an undone round gives back
@@ -190,7 +191,7 @@ class FedAgg(Algorithm):
         """The average of the path, in which later models weigh more (Shamir, Zhang 2013, with η = 3). Where every round lowers the
         loss, it is the last model; where rounds undo each other, as with few clients whose data differ, it is not."""
         known, swing = self.state["known"], self.state["swing"]
-        share = max((YOUTH + 1) / (YOUTH + known), (self.state["trend"] / swing) ** 4 if swing else 1.0)
+        share = max((TAIL + 1) / (TAIL + known), (self.state["trend"] / swing) ** 4 if swing else 1.0)
         self.state["shown"] = self.state["shown"] + share * (model.w - self.state["shown"])
 
     def reported(self, model: Model) -> Model:
