@@ -75,9 +75,9 @@ def test_the_published_grids_are_of_one_size_and_hold_the_published_settings() -
     assert any((p["server_lr"], p["tau"]) == (0.1, 0.01) for p in spec.tuning.grids["fedadam"])
 
 
-def test_every_point_of_the_published_grids_can_be_run() -> None:
+def test_every_point_of_the_published_grids_can_be_run(tmp_path: Path) -> None:
     spec = grid.narrow(grid.load("table-tuned"), rows=["mini-linear-iid"], tuning_seeds=[7])
-    cells = list(tuned.trials(spec))
+    cells = list(tuned.trials(spec, Store(tmp_path), short=False))
     assert len(cells) == 18 * 24  # FedBABU does not apply
     assert {(cell.config.validation, cell.config.seed, cell.config.eval_every) for cell in cells} == {(0.1, 7, 30)}
     (few,) = tuned.places(grid.narrow(grid.load("table-tuned"), rows=["cifar10-cnn-500"]))
@@ -129,6 +129,33 @@ def test_end_to_end(spec: grid.Spec, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert f"{-100 * float(rows[best]['ahead']):+.2f} ± {100 * float(rows[best]['within']):.2f}" in shown
     assert "Every method has the best of 2 settings" in shown
     assert "FedAgg: not tuned." in shown
+
+
+def test_halving_runs_the_best_quarter_to_the_end(
+    spec: grid.Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_cell, ran = running.run_cell, []
+
+    def noted(cell: Any, store: Any, stop: Any, watch: Any = ()) -> Any:
+        ran.append(cell)
+        return run_cell(cell, store, stop, watch)
+
+    monkeypatch.setattr(running, "run_cell", noted)
+    assert call("reproduce", "t.toml", "--results", "r", "--halving") == 0
+    capsys.readouterr()
+    assert [cell.config.rounds for cell in ran] == [1] * 4 + [2] * 2 + [2] * 6
+    tries = Store(tmp_path / "r" / "tuning")
+    for number, method in enumerate(("fedavg", "fedcm")):
+        short = [tries.get(cell.config) for cell in ran[:4] if cell.method == method]
+        best = max((one for one in short if one is not None), key=lambda one: one.score)
+        assert ran[4 + number].config.flat() | {"rounds": 1, "eval_every": 1} == ran[4 + number].config.flat() | best.config | {
+            "eval_every": 1
+        }
+    assert call("reproduce", "t.toml", "--results", "r", "--show", "--format", "markdown") == 0
+    assert "not run" in capsys.readouterr().out  # for all points are asked for
+    assert call("reproduce", "t.toml", "--results", "r", "--show", "--halving", "--format", "markdown") == 0
+    assert "All 2 were run for a quarter of the rounds, and the best 1 of them for all." in capsys.readouterr().out
 
 
 def test_nothing_is_chosen_before_the_whole_grid_was_tried(spec: grid.Spec, tmp_path: Path) -> None:

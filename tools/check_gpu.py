@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import argparse
 import copy
+import multiprocessing
 import os
 import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -48,11 +51,10 @@ class Row(NamedTuple):
 class Bench:
     """Where to check, in which kinds of number, and with which inputs."""
 
-    def __init__(self, device: torch.device, seed: int) -> None:
+    def __init__(self, device: torch.device, seed: int, precisions: tuple[str, ...] = ("fp32", "short")) -> None:
         self.device, self.generator = device, torch.Generator().manual_seed(seed)
-        self.cuda = device.type == "cuda"
+        self.cuda, self.precisions = device.type == "cuda", precisions
         self.short = torch.bfloat16 if self.cuda else torch.float16  # the interpreter has no bfloat16
-        self.precisions = ("fp32", "tf32", "short") if self.cuda else ("fp32", "short")
 
     def set(self, precision: str) -> tuple[torch.dtype, float]:
         """Torch's switches, the type of images, and the error to expect."""
@@ -354,6 +356,11 @@ def texts(bench: Bench) -> Iterator[Row]:
 # --- all of it
 
 
+class Launched(NamedTuple):
+    known: set[str]
+    seen: set[str]
+
+
 class Launches:
     """Stands in for the module of kernels, and notes which are launched."""
 
@@ -370,17 +377,51 @@ class Launches:
 
 
 PARTS = (convolutions, pools, steps, networks, runs, texts)
+BY_PRECISION = (convolutions, networks)  # take long, for the compiler makes every kernel anew
 
 
-def check(bench: Bench) -> Iterator[Row]:
+def interpreted(seed: int) -> Iterator[Row]:
+    """The kernels alone."""
+    yield from told(watched(PARTS, Bench(torch.device("cpu"), seed)))
+
+
+def on_gpu(seed: int) -> Iterator[Row]:
+    """In processes side by side: the GPU waits for the compiler, which works on one core in each."""
+    jobs = [
+        (part, precisions)
+        for part in PARTS
+        for precisions in ((("fp32",), ("tf32",), ("short",)) if part in BY_PRECISION else ((),))
+    ]
+    with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield from told(chain.from_iterable(pool.map(one_job, *zip(*jobs, strict=True), repeat(seed))))
+
+
+def one_job(part: Callable[[Bench], Iterator[Row]], precisions: tuple[str, ...], seed: int) -> list[Row | Launched]:
+    poison()
+    return list(watched([part], Bench(torch.device("cuda"), seed, precisions)))
+
+
+def watched(parts: Iterable[Callable[[Bench], Iterator[Row]]], bench: Bench) -> Iterator[Row | Launched]:
+    """What the parts find, and in the end which kernels they launched."""
     from fedagg.engines import fused, kernels
 
     launches = Launches(kernels)
     with mock.patch.object(fused, "kernels", launches):
-        for part in PARTS:
+        for part in parts:
             yield from part(bench)
-    missed = sorted(launches.known - launches.seen)
-    what = f"kernels launched: {len(launches.known) - len(missed)} of {len(launches.known)}"
+    yield Launched(launches.known, launches.seen)
+
+
+def told(found: Iterable[Row | Launched]) -> Iterator[Row]:
+    """The rows, and one on the kernels that nobody launched."""
+    known, seen = set[str](), set[str]()
+    for each in found:
+        if isinstance(each, Row):
+            yield each
+        else:
+            known, seen = known | each.known, seen | each.seen
+    missed = sorted(known - seen)
+    what = f"kernels launched: {len(known) - len(missed)} of {len(known)}"
     yield Row(", not ".join([what, *missed]), "", float(len(missed)), 0.0)
 
 
@@ -405,13 +446,12 @@ def main(arguments: list[str]) -> int:
     except ImportError:
         print("GPU check: NOT RUN, for Triton is not installed: pip install triton")
         return 2
-    device = torch.device("cpu" if given.interpret else "cuda")
     where = "Triton's interpreter" if given.interpret else torch.cuda.get_device_name()
     print(f"GPU check on {where}, torch {torch.__version__}, Triton {triton.__version__}, seed {given.seed}")
     poison()
     begun, failed, count = time.perf_counter(), 0, 0
     print(f"{'what':<62} {'precision':<10} {'error':>9} {'limit':>9}")
-    for row in check(Bench(device, given.seed)):
+    for row in interpreted(given.seed) if given.interpret else on_gpu(given.seed):
         count, failed = count + 1, failed + (not row.passed)
         words = "" if row.passed else "  FAILED"
         print(f"{row.what:<62} {row.precision:<10} {row.error:>9.2g} {row.limit:>9.2g}{words}", flush=True)

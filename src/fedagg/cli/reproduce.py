@@ -27,6 +27,7 @@ ABOUT = "a table or figure of the paper, `all`, `table-tuned`, `quick`, or a TOM
 ROWS = "rows, by name or beginning, e.g. mnist-linear,cifar10-cnn-iid"
 SEEDS = "seeds 0, 1, ... of every cell (default 3; 5 for table-tuned)"
 TUNING_SEEDS = "of table-tuned: the seeds that settings are chosen with (default 5,6)"
+HALVING = "of table-tuned: run all settings for a quarter of the rounds, and only the best quarter of them for all rounds"
 TARGET = "of tables: a row for every method, with the rounds and megabytes until this accuracy was reached, e.g. 0.8"
 RESULTS = "the results folder; finished cells in it are not run again"
 SHOW = "run nothing: show what the results folder has"
@@ -44,6 +45,7 @@ def reproduce(
     participation: Annotated[str | None, typer.Option(help="shares of clients in a round, e.g. 0.2,1.0")] = None,
     seeds: Annotated[int | None, typer.Option(help=SEEDS, min=1, show_default=False)] = None,
     tuning_seeds: Annotated[str | None, typer.Option(help=TUNING_SEEDS, show_default=False)] = None,
+    halving: Annotated[bool, typer.Option("--halving", help=HALVING)] = False,
     target: Annotated[float | None, typer.Option(help=TARGET, show_default=False)] = None,
     rounds_scale: Annotated[float, typer.Option(help="share of the paper's rounds, to try things out")] = 1.0,
     results: Annotated[Path, typer.Option(help=RESULTS)] = Path("results"),
@@ -82,6 +84,7 @@ def reproduce(
             rounds_scale=rounds_scale,
             overrides={k: v for k, v in where.items() if v is not None},
             tuning_seeds=numbers("tuning-seeds", tuning_seeds) if tuning_seeds is not None else None,
+            halving=halving,
         )
         for spec, patterns in chosen(what, words(rows))
     ]
@@ -127,12 +130,20 @@ def chosen(what: str, rows: list[str] | None) -> list[tuple[Spec, list[str] | No
 
 
 def run_tuned(spec: Spec, store: Store, jobs: int | str, until: float | None, fetch: bool) -> int:
-    """First every point of every grid on what is held back, then the best ones on the test set."""
-    tries = tuned.tried(store.folder)
-    status = run_all(list(tuned.trials(spec)), tries, jobs, until, fetch, "1 of 2, choosing settings")
-    if status == 130:
-        return status
-    return max(status, run_all(list(tuned.finals(spec, tries)), store, jobs, until, fetch, "2 of 2, test set"))
+    """First the points of every grid on what is held back, then the best ones on the test set."""
+    assert spec.tuning is not None
+    tries, status = tuned.tried(store.folder), 0
+    choosing = (
+        [("1 of 3, short runs", True), ("2 of 3, choosing settings", False)]
+        if spec.tuning.halving
+        else [("1 of 2, choosing settings", False)]
+    )
+    for what, short in choosing:
+        status = max(status, run_all(list(tuned.trials(spec, tries, short)), tries, jobs, until, fetch, what))
+        if status == 130:
+            return status
+    count = len(choosing) + 1
+    return max(status, run_all(list(tuned.finals(spec, tries)), store, jobs, until, fetch, f"{count} of {count}, test set"))
 
 
 def draw(spec: Spec, store: Store, folder: Path) -> None:

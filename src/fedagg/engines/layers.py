@@ -290,12 +290,16 @@ class GroupNorm:
         self.w, self.b, self.dw, self.db, self.groups, self.eps = w, b, dw, db, module.num_groups, module.eps
 
     def forward(self, x: Tensor) -> Tensor:
-        self.x = x = packed(x)
+        self.x = x = self.ordered(x)
         self.sizes = len(x), x.shape[1], x.shape[2] * x.shape[3], self.groups
         normed, self.mean, self.scale = aten.native_group_norm(x, None, None, *self.sizes, self.eps)
         self.normed = packed(normed)
         w, b = (self.by_sample(part) for part in (self.w, self.b))
         return torch.addcmul(b, self.normed, w).to(x.dtype)
+
+    def ordered(self, x: Tensor) -> Tensor:
+        """In the order of memory that torch's kernel reads: on a GPU it refuses channels-last."""
+        return packed(x) if x.device.type == "cpu" else x.contiguous()
 
     def by_sample(self, part: Tensor) -> Tensor:
         """(n, C) as (n·B, C, 1, 1)."""
@@ -310,7 +314,7 @@ class GroupNorm:
             return dy
         dy = dy * self.by_sample(self.w)
         dx, _, _ = aten.native_group_norm_backward(
-            dy.to(self.x.dtype), self.x, self.mean, self.scale, None, *self.sizes, [True, False, False]
+            self.ordered(dy.to(self.x.dtype)), self.x, self.mean, self.scale, None, *self.sizes, [True, False, False]
         )
         return packed(dx)
 

@@ -37,6 +37,7 @@ class Tuning:
     grids: dict[str, tuple[dict[str, Any], ...]]
     validation: float = 0.1
     seeds: tuple[int, ...] = (5, 6)
+    halving: bool = False  # all points for a quarter of the rounds, and the best quarter of them for all
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,7 @@ def narrow(
     rounds_scale: float = 1.0,
     overrides: dict[str, Any] | None = None,
     tuning_seeds: Sequence[int] | None = None,
+    halving: bool = False,
 ) -> Spec:
     """A part of the specification, or a cheaper version of it."""
     chosen = spec.rows
@@ -199,7 +201,7 @@ def narrow(
         seeds=spec.seeds if seeds is None else seeds,
         rounds_scale=rounds_scale,
         overrides=dict(overrides or {}),
-        tuning=spec.tuning if spec.tuning is None or not tuning_seeds else replace(spec.tuning, seeds=tuple(tuning_seeds)),
+        tuning=spec.tuning and replace(spec.tuning, seeds=tuple(tuning_seeds or spec.tuning.seeds), halving=halving),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ from fedagg.reproduce.grid import Cell, Row, Spec
 from fedagg.reproduce.results import Measured, Store
 from fedagg.scores import Score, Standing
 from fedagg.sheets import Sheet
+from fedagg.tuning import HALVING
 
 OURS = "fedagg"
+Point = Mapping[str, Any]
 FOLDER = "tuning"  # in the results folder: what was tried, apart from what is reported
 
 
@@ -39,26 +41,29 @@ def places(spec: Spec) -> Iterator[tuple[Row, float]]:
                 yield row, participation if own is None else own
 
 
-def trial(spec: Spec, row: Row, method: str, participation: float, point: Mapping[str, Any]) -> Config:
+def trial(spec: Spec, row: Row, method: str, participation: float, point: Mapping[str, Any], short: bool = False) -> Config:
     """A point of the grid. It is scored once, at the end, on what is held back."""
     assert spec.tuning is not None
     config = spec.config(row, method, participation, spec.tuning.seeds[0], {"name": "", **point})
-    return config.changed(validation=spec.tuning.validation, eval_every=config.rounds)
+    rounds = max(1, config.rounds // HALVING) if short else config.rounds
+    return config.changed(validation=spec.tuning.validation, rounds=rounds, eval_every=rounds)
 
 
 def with_seed(config: Config, seed: int) -> Config:
     return config.model_copy(update={"seed": seed})
 
 
-def trials(spec: Spec) -> Iterator[Cell]:
-    """What has to be run to choose. Seeds come outermost."""
+def wanted(spec: Spec) -> list[tuple[Row, float, str]]:
+    return [(row, share, method) for row, share in places(spec) for method in spec.methods if spec.applies(row, method)]
+
+
+def trials(spec: Spec, store: Store, short: bool) -> Iterator[Cell]:
+    """What has to be run to choose: short runs of all points, or whole ones of those that are left. Seeds come outermost."""
     assert spec.tuning is not None
     cells = [
-        Cell(row.name, method, trial(spec, row, method, participation, point), said(point))
-        for row, participation in places(spec)
-        for method in spec.methods
-        if spec.applies(row, method)
-        for point in spec.tuning.grids.get(method, ())
+        Cell(row.name, method, trial(spec, row, method, share, point, short), said(point))
+        for row, share, method in wanted(spec)
+        for point in points(spec, store, row, method, share, short)
     ]
     for seed in spec.tuning.seeds:
         yield from (replace(cell, config=with_seed(cell.config, seed)) for cell in cells)
@@ -68,19 +73,39 @@ def said(point: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in point.items())
 
 
-def choice(spec: Spec, store: Store, row: Row, method: str, participation: float) -> dict[str, Any] | None:
-    """The best point of a method's grid in this setting; none as long as one of its runs is missing, nothing without a grid."""
+def points(spec: Spec, store: Store, row: Row, method: str, participation: float, short: bool) -> list[Point]:
+    """Those of a method's grid to run: all of them, or the best quarter after short runs; none while one of these is missing."""
     assert spec.tuning is not None
-    best, highest = None, -math.inf
-    for point in spec.tuning.grids.get(method, ()):
-        config = trial(spec, row, method, participation, point)
+    grid: list[Point] = list(spec.tuning.grids.get(method, ()))
+    if short or not spec.tuning.halving or not grid:
+        return grid
+    ranked = ranking(spec, store, row, method, participation, grid, short=True)
+    return ranked[: math.ceil(len(grid) / HALVING)]
+
+
+def ranking(
+    spec: Spec, store: Store, row: Row, method: str, participation: float, tried: Sequence[Point], short: bool = False
+) -> list[Point]:
+    """The points, best first; nothing as long as one of their runs is missing."""
+    assert spec.tuning is not None
+    means: list[tuple[float, Point]] = []
+    for point in tried:
+        config = trial(spec, row, method, participation, point, short)
         found = [store.get(with_seed(config, seed)) for seed in spec.tuning.seeds]
         if any(cell is None for cell in found):
-            return None
+            return []
         mean = statistics.fmean(cell.score for cell in found if cell is not None)
-        if mean > highest:
-            best, highest = point, mean
-    return {} if method not in spec.tuning.grids else best
+        means.append((-math.inf if math.isnan(mean) else mean, point))
+    return [point for _, point in sorted(means, key=lambda each: -each[0])]
+
+
+def choice(spec: Spec, store: Store, row: Row, method: str, participation: float) -> Point | None:
+    """The best point of a method's grid in this setting; none as long as one of its runs is missing, nothing without a grid."""
+    assert spec.tuning is not None
+    if method not in spec.tuning.grids:
+        return {}
+    left = points(spec, store, row, method, participation, short=False)
+    return next(iter(ranking(spec, store, row, method, participation, left)), None)
 
 
 @dataclass(frozen=True)
@@ -90,7 +115,7 @@ class Place:
     row: Row
     participation: float
     found: dict[str, list[Score]]
-    chosen: dict[str, dict[str, Any] | None]
+    chosen: dict[str, Point | None]
     variant: str = ""
 
     @property
@@ -117,10 +142,9 @@ class Place:
 
 def finals(spec: Spec, store: Store) -> Iterator[Cell]:
     """What is run at the settings that were chosen, to be reported."""
-    wanted = [(row, p, m) for row, p in places(spec) for m in spec.methods if spec.applies(row, m)]
-    points = [choice(spec, store, row, method, participation) for row, participation, method in wanted]
+    chosen = [(*each, choice(spec, store, each[0], each[2], each[1])) for each in wanted(spec)]
     for seed in range(spec.seeds):
-        for (row, participation, method), point in zip(wanted, points, strict=True):
+        for row, participation, method, point in chosen:
             if point is not None:
                 yield Cell(row.name, method, final(spec, row, method, participation, seed, point), said(point))
 
@@ -134,14 +158,14 @@ def gather(spec: Spec, store: Store, tries: Store) -> list[Place]:
     made = []
     for (row, participation), variant in itertools.product(places(spec), spec.variants):
         found: dict[str, list[Score]] = {}
-        points: dict[str, dict[str, Any] | None] = {}
+        chosen: dict[str, Point | None] = {}
         for method in spec.methods:
             if spec.applies(row, method):
-                point = points[method] = {} if spec.tuning is None else choice(spec, tries, row, method, participation)
-                own = None if point is None else variant | point
+                point = chosen[method] = {} if spec.tuning is None else choice(spec, tries, row, method, participation)
+                own = None if point is None else {**variant, **point}
                 configs = [] if own is None else [final(spec, row, method, participation, s, own) for s in range(spec.seeds)]
                 found[method] = [of_cell(seed, cell) for seed, config in enumerate(configs) if (cell := store.get(config))]
-        made.append(Place(row, participation, found, points, variant["name"]))
+        made.append(Place(row, participation, found, chosen, variant["name"]))
     return made
 
 
@@ -225,6 +249,10 @@ def notes(spec: Spec, found: list[Place]) -> list[str]:
         text.append(
             f"Every method has the best of {size} settings, chosen for each row with {how} that were held back.{as_they_are}"
         )
+        if spec.tuning.halving:
+            text.append(
+                f"All {size} were run for a quarter of the rounds, and the best {math.ceil(size / HALVING)} of them for all."
+            )
     if OURS in spec.methods:
         text.append("FedAgg's lead is the mean difference over seeds, with its 95 % interval.")
     if spec.rounds_scale != 1:
