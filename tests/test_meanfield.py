@@ -23,7 +23,6 @@ from fedagg.meanfield import (
     best_rate,
     bound_rates,
     learning_rates,
-    parabola,
     weight_ratio,
 )
 
@@ -238,46 +237,41 @@ def log_losses(at: float, rates: list[float]) -> dict[float, list[float]]:
 
 
 @pytest.mark.parametrize("at", [0.03, 0.04, 0.06, 0.1])
-def test_best_rate_is_the_top_of_the_parabola(at: float) -> None:
+def test_best_rate_of_clients_that_are_all_alike_is_the_lowest_of_the_parabola(at: float) -> None:
     rates = [0.01 * 4**k for k in range(4)]
-    assert best_rate(log_losses(at, rates), 2.0) == pytest.approx(at)
+    assert best_rate(log_losses(at, rates), 2.0) == (pytest.approx(at), True, 0)
 
 
 def test_best_rate_at_the_ends_and_among_losses_that_are_none() -> None:
     rates = [0.01 * 4**k for k in range(3)]
-    assert best_rate(log_losses(1e-4, rates), 9.0) == rates[0]
-    assert best_rate(log_losses(10.0, rates), 9.0) == rates[-1]
-    # What blew up counts as twice the first loss, 4: the losses are 1, 0.5 and 4, and the top ½ · (1 - 4)/(1 - 1 + 4) down.
+    assert best_rate(log_losses(1e-4, rates), 9.0) == (rates[0], True, -1)
+    assert best_rate(log_losses(10.0, rates), 9.0) == (rates[-1], True, 1)
+    # What blew up counts as twice the first loss, 4: the losses are 1, 0.5 and 4, and the lowest ½ · (1 - 4)/(1 - 1 + 4) down.
     for lost in (math.nan, math.inf, 1e9, 4.0):
-        found = best_rate({0.01: [1.0], 0.04: [0.5], 0.16: [lost]}, 2.0)
+        found, *_ = best_rate({0.01: [1.0], 0.04: [0.5], 0.16: [lost]}, 2.0)
         assert found == pytest.approx(0.04 * 4 ** (0.5 * (1 - 4) / (1 - 1 + 4)))
     # Under zero it is zero: -1, -2 and 0, of first losses of -0.5.
-    assert best_rate({0.01: [-1.0], 0.04: [-2.0], 0.16: [math.inf]}, -0.5) == pytest.approx(0.04 * 4 ** (0.5 * (-1 - 0) / (-1 + 4)))
+    found, *_ = best_rate({0.01: [-1.0], 0.04: [-2.0], 0.16: [math.inf]}, -0.5)
+    assert found == pytest.approx(0.04 * 4 ** (0.5 * (-1 - 0) / (-1 + 4)))
 
 
 def test_best_rate_takes_the_mean_over_clients() -> None:
-    assert best_rate({0.1: [1.0, 3.0], 0.2: [1.9, 1.9]}, 5.0) == 0.2
+    assert best_rate({0.1: [1.0, 3.0], 0.2: [1.9, 1.9]}, 5.0) == (0.2, True, 1)
 
 
-def test_a_lower_rate_that_does_nearly_as_well_counts_as_the_best() -> None:
-    """Gains of 1, 1.92, 1.98 and 2: nine tenths of the last are 1.8, so the second. Its parabola bends by 1 - 3.84 + 1.98 = -0.86
-    and has its top (1 - 1.98) / (2 · -0.86) = 0.57 steps above it."""
-    losses = {0.01: [2.0], 0.04: [1.08], 0.16: [1.02], 0.64: [1.0]}
-    assert best_rate(losses, 3.0) == pytest.approx(0.04 * 4 ** (0.98 / 1.72))
+def test_a_higher_rate_is_taken_only_if_it_is_better_by_more_than_chance() -> None:
+    """Means 1.3, 1 and 0.9. Values m ± d of two clients have a standard error of d, and their difference one of √2 d."""
+    for d, taken in ((0.04, 2), (0.1, 1), (0.2, 0)):
+        losses = {0.01 * 4**k: [mean - d, mean + d] for k, mean in enumerate((1.3, 1.0, 0.9))}
+        if taken == 0:
+            losses[0.0025] = [1.9 - d, 1.9 + d]  # else there is nothing to walk up from
+        assert best_rate(losses, 3.0) == (pytest.approx(0.01 * 4**taken), True, 1)
 
 
-@pytest.mark.parametrize("pace", [0.02, 0.25, 0.6])
-def test_parabola_is_exact_on_a_quadratic(pace: float) -> None:
-    """F(w) = ½ h (w - b)² from w = 0 along b: at the pace p the step ends at p h b. The best pace is 1/h."""
-    h, b = torch.tensor([4.0, 4.0]).double(), torch.tensor([1.0, 3.0]).double()
-    end = pace * h * b
-    rise = 0.5 * h * ((end - b) ** 2 - b**2)
-    slope = h * (end - b) * end
-    fall, bend, error = parabola(rise, slope)
-    assert fall / bend * pace == pytest.approx(0.25)
-    curve = h * end**2
-    assert bend == pytest.approx(float(curve.mean()))
-    assert error == pytest.approx(float((curve[1] - curve[0]).abs() / 2))  # of two values, half of their difference
-    alone = parabola(rise[:1], slope[:1])
-    assert alone[0] / alone[1] * pace == pytest.approx(0.25)
-    assert alone[2] == pytest.approx(alone[1])  # one client tells nothing
+def test_where_no_rate_gains_a_hundredth_none_is_clearly_good() -> None:
+    for gain, clear in ((0.019, False), (0.021, True)):
+        losses = {0.01: [2.0, 2.0], 0.04: [2.0 - gain, 2.0 - gain], 0.16: [2.0, 2.0]}
+        assert best_rate(losses, 2.0) == (pytest.approx(0.04), clear, 0)
+    # Noise as large as any gain: the best stands in.
+    noisy = {0.01: [1.9, 2.1], 0.04: [1.88, 2.1], 0.16: [1.9, 2.1]}
+    assert best_rate(noisy, 2.0) == (pytest.approx(0.04), False, 0)

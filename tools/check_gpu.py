@@ -303,7 +303,7 @@ def runs(bench: Bench) -> Iterator[Row]:
         replay(graph)
 
     def run(engine: str, precision: str, method: str, **more: Any) -> Tensor:
-        settings = {"clients": 6, "participation": 1.0, "partition": "iid", "rounds": 2, "epochs": 2, "batch_size": 16, "lr": 0.05}
+        settings = {"clients": 6, "participation": 1.0, "partition": "iid", "rounds": 2, "epochs": 2, "batch_size": 16, "lr": 0.01}
         result = fedagg.run(
             data=data,
             model="mnist-cnn",
@@ -364,7 +364,7 @@ class Launched(NamedTuple):
 class Launches:
     """Stands in for the module of kernels, and notes which are launched."""
 
-    INNER = ("total", "arrived")  # called by other kernels
+    INNER = ("total", "incoming_gradient")  # called by other kernels
 
     def __init__(self, kernels: Any) -> None:
         self.kernels = kernels

@@ -17,6 +17,7 @@ is positive definite: it always has exactly one solution. Only inner products en
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,8 @@ from torch import Tensor
 
 from fedagg.errors import SettingError
 
-NEARLY = 0.9  # of the largest gain
+SURE = 1.5  # standard errors by which a higher rate must be better than a lower one
+PLATEAU = 0.01  # of the loss: where no rate gains more in a round, none is clearly good
 
 
 def weight_ratio(alpha: float) -> float:
@@ -128,42 +130,33 @@ def departure(norm2: Tensor, along: Tensor, gram: Tensor, model: Tensor) -> floa
     return float((gap2.clamp_min(0.0) / norm2.clamp_min(1e-30)).sqrt().mean())
 
 
-def best_rate(losses: dict[float, list[float]], first: float) -> float:
-    """The rate at which clients lose most of their loss, from what they had at rates evenly spaced on a logarithmic scale: the top
-    of the parabola through the best one and its neighbours, at most half-way down or all the way up to the next. A lower rate that
-    does `NEARLY` as well counts as the best: clients with one class alone have no best rate, they gain a little more with any.
+def best_rate(losses: dict[float, list[float]], first: float) -> tuple[float, bool, int]:
+    """The rate at which clients lose most of their loss, whether any rate is clearly good, and whether the lowest mean loss is that
+    of the lowest rate (-1), of the highest (1) or of one between (0). Rates are evenly spaced on a logarithmic scale.
+
+    From the lowest rate up, a higher one is taken only if its clients did better by `SURE` standard errors: where data are skewed,
+    a rate that ruins the network can look as good as one that trains it, for a client's own classes are soon learned. Between
+    rates, the lowest point of the parabola through the one taken and its neighbours counts, if these are worse.
 
     All began at the same model, so all are held against the same `first` loss: a client's own, of one mini-batch, is noise where
-    training begins on a plateau. A loss that is not finite, or twice the first, counts as twice the first."""
-    rates = sorted(losses)
-    worst = first + abs(first)
-    means = [-sum(loss if loss < worst else worst for loss in losses[rate]) / len(losses[rate]) for rate in rates]
-    enough = -first + NEARLY * (max(means) + first) if max(means) > -first else max(means)
-    most = means.index(max(means))
-    top = next(k for k in range(min(1, most), len(rates)) if means[k] >= enough)  # the lowest of the range must be best indeed
-    if not 0 < top < len(rates) - 1:
-        return rates[top]
+    training begins on a plateau. A loss that is not finite, or twice the first, counts as twice the first. A rate is clearly good
+    if it took more than the share `PLATEAU` off the first loss."""
+    rates, worst = sorted(losses), first + abs(first)
+    kept = [[loss if loss < worst else worst for loss in losses[rate]] for rate in rates]
+    means = [sum(each) / len(each) for each in kept]
+    errors2 = [statistics.variance(each) / len(each) if len(each) > 1 else 0.0 for each in kept]
+    top = 0
+    for k in range(1, len(rates)):
+        if means[top] - means[k] > SURE * math.sqrt(errors2[top] + errors2[k]):
+            top = k
+    lowest = means.index(min(means))
+    top = top or lowest
+    clear, end = first - means[top] > PLATEAU * abs(first), (lowest == len(rates) - 1) - (lowest == 0)
+    if not 0 < top < len(rates) - 1 or min(means[top - 1], means[top + 1]) < means[top]:
+        return rates[top], clear, end
     below, best, above = means[top - 1 : top + 2]
     bend = below - 2 * best + above
-    shift = max(-0.5, min(1.0, 0.5 * (below - above) / bend)) if bend < 0 else 0.0
-    return float(rates[top] * (rates[top + 1] / rates[top]) ** shift)
-
-
-def parabola(rise: Tensor, slope: Tensor) -> tuple[float, float, float]:
-    r"""The loss along the last step, as a parabola: how steeply it fell at the beginning, how much it bends, and the standard error
-    of that; in the mean over clients.
-
-    Client i saw its loss change by $\delta_i$ over the step, and has the slope $s_i$ along it at its end, both on one mini-batch.
-    The parabola through them bends by $h_i = 2(s_i - \delta_i)$ and began with the slope $s_i - h_i$. It is lowest at the multiple
-    $(h - s)/h$ of the step.
-
-    Args:
-        rise: how much the loss rose over the step, (n,).
-        slope: its derivative along the step at the end, (n,).
-    """
-    bend = 2 * (slope - rise)
-    error = float(bend.std()) / math.sqrt(len(bend)) if len(bend) > 1 else abs(float(bend.mean()))  # one client tells nothing
-    return float((bend - slope).mean()), float(bend.mean()), error
+    return float(rates[top] * (rates[top + 1] / rates[top]) ** (0.5 * (below - above) / bend if bend else 0.0)), clear, end
 
 
 @dataclass(frozen=True)

@@ -140,13 +140,6 @@ class Work:
             rate = bound_rates(rate + (w - start) @ direction, self.low, self.high)
         return rate
 
-    def gradient_along(self, moved: Tensor, rate: Tensor) -> Tensor:
-        """field · g of the first mini-batch, (n,), from how far (n, d) the first step of SGD has moved at these rates, (n,)."""
-        assert self.field is not None
-        along = -(moved @ self.field[0]) / rate.to(moved)
-        shift = self.shift(0)
-        return along / self.own if shift is None else (along - shift @ self.field[0]) / self.own
-
     def shift(self, epoch: int) -> Tensor | None:
         """The part of the step that is the same for all clients, (d,)."""
         if self.mix is None or self.field is None:
@@ -207,7 +200,6 @@ class Report:
     loss: Tensor  # mean over the steps made, (n,)
     first: Tensor  # of the first mini-batch, taken on the global model itself, (n,)
     behind: Tensor  # of the same mini-batch, a step back along the field where the work asks for it, (n,); else 0
-    slope: Tensor  # field · g of the same mini-batch, (n,), where the work asks for it; else 0
     steps: Tensor  # mini-batches in all, (n,)
     rates: Tensor  # η_{i,l}, (n, L); 0 in epochs not made
 

@@ -117,7 +117,6 @@ class Given:
             loss=one,
             first=one,
             behind=torch.zeros(n),
-            slope=torch.zeros(n),
             rates=one[:, None],
             steps=one.long(),
         )

@@ -1,12 +1,11 @@
 r"""FedAgg, the default version: FedAvg's local work and FedAvg's uplink, and no rate to choose.
 
-Clients step along a mix of their own gradient and the aggregated one (Eq. 9 between its two ends). Three measurements set how far:
+Clients step along a mix of their own gradient and the aggregated one (Eq. 9 between its two ends). Two measurements set how far:
 
-- the clients' own rate: in the first round every client tries a rate, and the one that took most off its loss is halved;
+- the clients' own rate: before the first round every client tries some rates, and the lowest of those that are as good as any is
+  taken;
 - λ, their own share of the step, from how far their gradients agree. The pace of the federation is the own rate over λ, so that a
-  client's own gradient always counts the same, and the less clients agree, the longer they go on along what they have in common;
-- the line search along the last step, on the clients' first mini-batches: where it says that the step was short, the rate grows;
-  where rounds keep lowering the loss it grows to what is best for a client alone, and where they keep raising it, it falls.
+  client's own gradient always counts the same, and the less clients agree, the longer they go on along what they have in common.
 
 Theorem 1 then gives every client its rate for every epoch around that pace. None of this has a unit: a loss multiplied by ten, or
 the inputs of a linear model, give the same run at rates that fit.
@@ -30,13 +29,12 @@ from fedagg.work import Work
 
 LEAST_OWN = 0.1  # λ never falls below: a client that ignored its own gradient would teach the server nothing
 SPREAD = 4.0  # from one rate that is tried to the next
-RATES = 6  # that are tried at once, from a quarter of the base rate up
+RATES = 6  # that are tried at once, from a sixteenth of the base rate up
+EACH = 6  # clients that try a rate
 SHIFTS = 4  # of that range at most, while the best of it lies at an end
-SHARE = 0.5  # of the rate that is best for a client alone: what is good for one is too much for the average
-GROWTH = 1.2  # of the rate in a round at most
-YOUTH = 8.0  # rounds: round t changes the rate, by its trend, by about one part in t + YOUTH
+SEARCHES = 4  # rounds that begin with such a search at most, while none of the rates is clearly good
 TAIL = 3.0  # later models weigh more in the average of the path: the η of Shamir and Zhang
-MEMORY = 0.7  # of the agreement and of the line search, for earlier rounds
+MEMORY = 0.7  # of the agreement and of how rounds changed the loss, for earlier rounds
 RATE_BAND = (0.1, 2.0)  # rates stay within these multiples of the pace
 KEPT = ("phi1", "known", "agreement", "back")  # what an undone round gives back
 
@@ -54,15 +52,11 @@ class FedAgg(Algorithm):
         self.departure = math.nan
         self.state |= {
             "rate": 0.0,  # of a client's own gradient; 0 until it is measured
-            "alone": 0.0,  # the rate that is best for a client alone
+            "searches": 0,  # for it; `SEARCHES` when there is no need for another
             "phi1": torch.zeros_like(model.w),  # the aggregated gradient, one for all epochs
             "known": 0,  # rounds that gave a mean field
             "agreement": 1.0,
             "back": 0.0,  # the multiple of φ1 that leads back to the last model
-            "went": 0.0,  # the pace of the last step
-            "fall": 0.0,  # along the last steps, per unit of pace: how steeply the loss fell,
-            "bend": 0.0,  # how much it bends,
-            "error2": 0.0,  # and the squared standard error of that
             "trend": 0.0,  # the mean change of the loss in a round, and of its size
             "swing": 0.0,
             "shown": model.w,  # the average of the path
@@ -75,15 +69,22 @@ class FedAgg(Algorithm):
             return 1.0
         return max(LEAST_OWN, math.sqrt(self.state["agreement"]))
 
-    def best_alone(self, clients: Clients) -> float:
-        """The rate that is best for a client alone, by trial: all participants train, each at one of several rates. Where they do
-        not tell how their losses fell there is none, and the base rate stands."""
+    def search(self, clients: Clients) -> None:
+        """The own rate by trial: all participants train, each at one of several rates, and nothing else comes of it. On a plateau
+        no rate is clearly good; then the next round begins with a search, too."""
+        found, clear = self.best_alone(clients)
+        self.state["rate"] = found or self.lr
+        self.state["searches"] = SEARCHES if clear else self.state["searches"] + 1
+
+    def best_alone(self, clients: Clients) -> tuple[float, bool]:
+        """The rate that is best for a client alone, and whether that is clear. Where clients do not tell how their losses fell,
+        there is none, and the base rate stands."""
         if self.pace == "base" or not clients.open:
-            return 0.0
-        low, count = self.lr / SPREAD, len(clients.ids)
+            return 0.0, True
+        rates, count = [self.lr * SPREAD ** (k - 2) for k in range(RATES)], len(clients.ids)
+        losses, firsts = dict[float, list[float]](), list[float]()
         for _ in range(SHIFTS):
-            rates, losses, firsts = [low * SPREAD**k for k in range(RATES)], dict[float, list[float]](), list[float]()
-            for again in range(min(RATES, -(-2 * RATES // count))):  # until two clients have tried each
+            for again in range(min(RATES, -(-EACH * RATES // count))):
                 deal = seeding.numpy_generator(clients.seed, "rates", clients.t, clients.passes).permutation(count)
                 tried = {client: rates[(k + again) % RATES] for client, k in zip(clients.ids, deal.tolist(), strict=True)}
                 rows = torch.tensor([tried[client] for client in clients.ids], dtype=torch.float64)
@@ -92,15 +93,12 @@ class FedAgg(Algorithm):
                     losses.setdefault(tried[client], []).append(loss)
                     firsts.append(first)
             if not any(firsts):  # nobody answers, or nobody says a word
-                return 0.0
-            best = meanfield.best_rate(losses, sum(firsts) / len(firsts))
-            if best == rates[-1]:
-                low = best / SPREAD
-            elif best == rates[0]:
-                low = best / SPREAD ** (RATES - 2)
-            else:
+                return 0.0, True
+            best, clear, end = meanfield.best_rate(losses, sum(firsts) / len(firsts))
+            if not end:
                 break
-        return best
+            rates = [rate * SPREAD ** (end * RATES) for rate in rates]  # further in that direction
+        return best, clear
 
     def plan(self, clients: Clients) -> Work:
         """Theorem 1 around the path that the average client is about to take: φ2[k] = w̄ - η_ref k S φ1. The deviation is measured
@@ -120,10 +118,8 @@ class FedAgg(Algorithm):
 
     def round(self, model: Model, clients: Clients) -> Model:
         self.departure, usual = math.nan, clients.yardstick.length
-        if not self.state["rate"]:
-            self.state["alone"] = self.best_alone(clients)
-            self.state["rate"] = SHARE * self.state["alone"] if self.state["alone"] else self.lr
-        pace = self.state["rate"] / self.own_share()
+        if self.state["searches"] < SEARCHES:
+            self.search(clients)
         try:
             out = clients.train(self.plan(clients))
         except NoClients:
@@ -141,7 +137,7 @@ class FedAgg(Algorithm):
         if looked:
             self.look_back(out)
         self.learn(out)
-        self.state |= {"back": float(out.theta @ out.travel), "went": pace}
+        self.state["back"] = float(out.theta @ out.travel)
         nxt = model.moved(out.mean, out.buffers)
         self.average(nxt)
         return nxt
@@ -162,30 +158,10 @@ class FedAgg(Algorithm):
         self.state |= {"agreement": MEMORY * before + (1 - MEMORY) * now, "phi1": fresh, "known": self.state["known"] + 1}
 
     def look_back(self, out: Outcome) -> None:
-        """How did the last step do, on the samples at hand? If it lowered the loss and the lowest point lies beyond its end, in the
-        mean over rounds, the rate grows. That does not make it fall: below the best pace the loss of a network only gets
-        sharper, and a line search would follow it down for ever."""
-        rise, went = out.first - out.behind, self.state["went"]
-        change = float(rise.mean())
-        fall, bend, error = meanfield.parabola(rise, -self.state["back"] * out.slope)
-        news = {"fall": fall / went, "bend": bend / went**2, "trend": change, "swing": abs(change)}
-        self.state |= {name: MEMORY * self.state[name] + (1 - MEMORY) * value for name, value in news.items()}
-        self.state["error2"] = MEMORY**2 * self.state["error2"] + (1 - MEMORY) ** 2 * (error / went**2) ** 2
-        told = self.state["bend"] > math.sqrt(self.state["error2"]) and change < -guard.doubt(rise) / guard.DOUBT
-        if self.pace == "base":
-            return
-        self.follow_trend()
-        if told:
-            optimum = self.state["fall"] / self.state["bend"]
-            self.state["rate"] *= min(GROWTH, max(1.0, optimum * self.own_share() / self.state["rate"]))
-
-    def follow_trend(self) -> None:
-        """To the degree that rounds keep lowering the loss or raising it, the rate rises to what is best for a client alone, or
-        falls. It changes like a power of the number of rounds: fast at first, and never so fast that it runs away or starves."""
-        if self.state["swing"] and self.state["alone"]:
-            rate, steady = self.state["rate"], self.state["trend"] / self.state["swing"]
-            wanted = rate * (1.0 + 1.0 / (self.state["known"] + YOUTH)) ** -steady
-            self.state["rate"] = wanted if steady > 0 else max(rate, min(wanted, self.state["alone"]))
+        """How did the last step change the loss, on the samples at hand?"""
+        change = float((out.first - out.behind).mean())
+        for name, value in (("trend", change), ("swing", abs(change))):
+            self.state[name] = MEMORY * self.state[name] + (1 - MEMORY) * value
 
     def average(self, model: Model) -> None:
         """The average of the path, in which later models weigh more (Shamir, Zhang 2013, with η = 3). Where every round lowers the

@@ -369,7 +369,7 @@ class Batched:
 
         own = memory.read([job.client for job in jobs]).to(device) if work.memory and memory is not None else None
         work = work.of([job.position for job in jobs])
-        behind = slope = torch.zeros(n, device=device)
+        behind = torch.zeros(n, device=device)
         if work.behind and work.field is not None:  # a step of no length says what the loss is there
             stage.begin(Model(model.w + work.behind * work.field[0], model.buffers), work, own, schedule)
             stage.rate.zero_()
@@ -399,8 +399,6 @@ class Batched:
                         self.step(stage, tail if step == per_epoch - 1 and min(sizes) == max(sizes) else batch)
                     if epoch == 0 and step == 0:
                         first = stage.loss.clone()
-                        if work.behind:
-                            slope = work.gradient_along(network.w - model.w, rates[:, 0])
                 if gradients is not None and path is not None and stage.mean is not None:
                     gradients[:, epoch] = stage.mean / counts[:, None]
                     stage.mean.zero_()
@@ -418,7 +416,6 @@ class Batched:
             loss=stage.loss / (counts * made).clamp_min(1),
             first=first,
             behind=behind,
-            slope=slope,
             rates=rates,
             steps=counts * made,
             local=local,

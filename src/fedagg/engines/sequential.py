@@ -34,7 +34,7 @@ class Sequential:
         stepper = Stepper(local, space.w)
         work = work.of([job.position])
         rates, losses = torch.zeros(local.epochs, device=s.device), torch.zeros((), device=s.device)
-        first = behind = slope = torch.zeros((), device=s.device)
+        first = behind = torch.zeros((), device=s.device)
         gradients = torch.zeros(local.epochs, s.layout.d, device=s.device) if work.trace else None
         path = torch.zeros(local.epochs + 1, s.layout.d, device=s.device) if work.trace else None
         order, steps, state = job.order().to(s.device), 0, State()
@@ -76,8 +76,6 @@ class Sequential:
                 losses += gradient.loss
                 if steps == 0:
                     first = losses.clone()
-                    if work.behind:
-                        slope = work.gradient_along((space.w - model.w)[None], rate[None])[0]
                 if gradients is not None:
                     gradients[epoch] += gradient.first / len(batches)
                 steps += 1
@@ -97,7 +95,6 @@ class Sequential:
             loss=losses[None] / max(steps, 1),
             first=first[None],
             behind=behind[None],
-            slope=slope[None],
             rates=rates[None],
             steps=torch.tensor([steps], device=s.device),
             local=local,
