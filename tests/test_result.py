@@ -53,6 +53,13 @@ def test_a_folder_gives_the_result_that_the_run_returned(run: fedagg.Result) -> 
     assert repr(again) == repr(run)
 
 
+def test_the_record_says_where_the_time_went(run: fedagg.Result) -> None:
+    what = {"data", "network and engine", "checksum", "first round", "rounds", "evaluation", "record"}
+    assert set(run.timing) == set(run.summary()["timing"]) == what
+    assert all(taken >= 0 for taken in run.timing.values())
+    assert run.timing["first round"] + run.timing["rounds"] <= run.seconds
+
+
 def test_predictions_and_scores_are_those_of_the_run(run: fedagg.Result) -> None:
     """On the test set as it is stored: bytes are scaled, and the run's own standardisation is applied."""
     digits = fedagg.data.load("mnist-mini")

@@ -49,6 +49,19 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class Timing(dict[str, float]):
+    """Seconds, by what they went into."""
+
+    def __init__(self) -> None:
+        self.clock = time.perf_counter()
+
+    def lap(self, what: str) -> None:
+        """The time since the last call went into this."""
+        now = time.perf_counter()
+        self[what] = self.get(what, 0.0) + now - self.clock
+        self.clock = now
+
+
 class Callback(Protocol):
     """Watches a run: progress displays, trackers. Methods that are missing are not called; `round_done` stops the run after this
     round by returning True. One that has a method `judged(measure)` is told first which figure the run is judged by. One that also
@@ -143,7 +156,7 @@ def run(
     config = checks.agreed(config, given, preset, settings, method)
     rules = stopping.rules(config)
     simulation = Simulation(config, method, data, model, parts, loss, wrap, metric)
-    config, server = simulation.config, simulation.server
+    config, server, timing = simulation.config, simulation.server, simulation.timing
     with simulation.record(out, resume) as book, bar.shown(progress, config.method) as bars:
         watching = () if simulation.follows else (*rules, *callbacks, *bars)
         keeper = Keeper(simulation, book)
@@ -162,13 +175,16 @@ def run(
                 clients = server.clients(t)
                 changed = server.play(clients)
                 server.settle(t)
+                timing.lap("rounds" if "first round" in timing else "first round")
                 row = describe(t, clients, server.algorithm, unchanged=not changed)
                 if server.due(t) and not simulation.follows:
                     row |= simulation.evaluate(server.shown)
+                    timing.lap("evaluation")
                 row["seconds"] = round(time.perf_counter() - clock, 6)
                 keeper.book_round(row, clients)
                 keeper.stopped = tell(watching, "round_done", row)
                 keeper.save_if_due()
+                timing.lap("record")
         except KeyboardInterrupt as stop:
             keeper.interrupt(str(stop))
         except BaseException:
@@ -196,6 +212,7 @@ class Simulation:
         wrap: Callable[[engines.Engine], engines.Engine] | None,
         metric: Metric | Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
+        self.timing = Timing()
         self.device = pick_device(config.device)
         set_precision(config.precision)
         if config.threads:
@@ -208,6 +225,7 @@ class Simulation:
         self.config = config = counted(config, self.data)
         parts = checks.indices(parts, self.data) if parts is not None else deal(config, self.data)
         parts, held = evaluate.held_out(parts, config.client_test, config.seed) if config.client_test else (parts, None)
+        self.timing.lap("data")
         self.module = checks.own(model) if model is not None else build_model(config, self.data)
         checks.try_out(config, self.module, loss, self.task, self.data, parts, self.device)
         self.finished = copied(self.module)  # the trained weights go into this one
@@ -235,7 +253,9 @@ class Simulation:
                 Clients, engine=self.engine, samples=Samples(parts), memory=self.memory, faults=faults, team=self.team
             ),
         )
+        self.timing.lap("network and engine")
         self.given, self.identity = given.name, fingerprint(config, given, parts, self.module, loss, self.task)
+        self.timing.lap("checksum")
 
     @property
     def follows(self) -> bool:
@@ -350,6 +370,7 @@ class Keeper:
         if not asked and not all(row.get("unchanged") for row in history):
             tell_left_out(left_out, len(history))
         personal = None if self.interrupted else simulation.personal()
+        simulation.timing.lap("record")
         figures = {key: scored[-1][key] for key in CLIENTS.values() if scored and key in scored[-1]}
         result = Result(
             simulation.config,
@@ -357,6 +378,7 @@ class Keeper:
             module,
             *scores(history, metric),
             seconds=seconds,
+            timing=dict(simulation.timing),
             run=self.book.folder,
             interrupted=self.interrupted,
             stopped=None if self.interrupted or self.done == simulation.config.rounds else self.stopped,

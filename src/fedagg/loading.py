@@ -50,6 +50,7 @@ def load(run: str | Path, *, model: nn.Module | None = None, loss: Loss | None =
         history,
         module,
         *scores(history, kept.metric),
+        timing=facts.get("timing") or {},
         seconds=float(facts.get("seconds") or sum(row.get("seconds", 0.0) for row in history)),
         run=folder,
         interrupted=bool(facts.get("interrupted", False)),

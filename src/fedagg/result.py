@@ -47,6 +47,9 @@ class Result:
         best: the best of all evaluations; `best_accuracy` likewise.
         loss: mean loss of the last evaluation.
         seconds: time that the run took, those before a resume included.
+        timing: where the time went since the run was begun, or gone on with: `data`, `network and engine` (with its trial),
+            `checksum` (of what was given), `first round` (on a GPU it compiles), `rounds`, `evaluation`, and `record` (folder,
+            checkpoints, callbacks).
         run: the run folder, if there is one.
         interrupted: was the run stopped by Ctrl-C? Then it can be gone on with.
         stopped: why the run ended before its last round, where a rule or a callback ended it.
@@ -67,6 +70,7 @@ class Result:
     seconds: float
     run: Path | None = None
     interrupted: bool = False
+    timing: dict[str, float] = field(default_factory=dict)
     left_out: dict[str, dict[str, int]] = field(default_factory=dict)
     figures: dict[str, float] = field(default_factory=dict)
     metric: Measure = ACCURACY
@@ -106,6 +110,7 @@ class Result:
             f"best_{self.metric.key}": finite(self.best),
             "loss": finite(self.loss),
             "seconds": round(self.seconds, 3),
+            **({"timing": {what: round(taken, 3) for what, taken in self.timing.items()}} if self.timing else {}),
             "run": str(self.run) if self.run else None,
             **({"interrupted": True} if self.interrupted else {}),
             **({"stopped": self.stopped} if self.stopped else {}),
