@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import io
+import itertools
 import json
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -285,8 +286,9 @@ def test_every_result_is_asked_for_by_some_grid() -> None:
         spec = grid.load(str(path))
         if spec.kind != "partition":
             if spec.tuning is not None:
-                once = grid.narrow(spec, seeds=1, tuning_seeds=spec.tuning.seeds[:1])  # settings may be chosen with one seed
-                cells = tuned.finals(once, tuned.tried(ROOT / "results"))
+                # Settings may be chosen with one seed, and with short runs first.
+                once = [grid.narrow(spec, seeds=1, tuning_seeds=spec.tuning.seeds[:1], halving=short) for short in (False, True)]
+                cells = itertools.chain.from_iterable(tuned.finals(each, tuned.tried(ROOT / "results")) for each in once)
             else:
                 cells = grid.cells(grid.narrow(spec, methods=methods, participation=[0.2, 1.0], seeds=1))
             for cell in cells:
