@@ -90,7 +90,7 @@ def test_the_rate_that_is_best_for_a_client_alone(count: int, base: float) -> No
     """By hand: a step at the rate 1/h ends at the optimum, so that no rate leaves less loss. Rates that are tried are a factor of 4
     apart, and beyond 1/h the loss rises faster than it fell: the parabola is a little low."""
     rate, clear = started(lr=base).best_alone(federation_of(count))
-    assert 0.3 < rate / (1 / BEND) < 2.0
+    assert 0.4 < rate / (1 / BEND) < 2.0
     assert clear
     method = started(lr=base)
     method.round(Model(torch.zeros(1), torch.zeros(0)), federation_of(count))

@@ -189,9 +189,7 @@ def test_running_statistics_stay_as_they_are() -> None:
     rows = Dataset(x[:60], x[:60].argmax(1) % 3, x[60:], x[60:].argmax(1) % 3, classes=3)
     adapted = fedagg.lora(base, rank=2)
     models = [
-        fedagg.run(
-            algorithm="fedavg", data=rows, model=adapted, clients=3, rounds=2, epochs=1, lr=0.1, engine=engine, device="cpu"
-        ).model
+        fedagg.run(pace="base", data=rows, model=adapted, clients=3, rounds=2, epochs=1, lr=0.1, engine=engine, device="cpu").model
         for engine in ("sequential", "batched")
     ]
     for model in models:

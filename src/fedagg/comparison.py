@@ -378,16 +378,6 @@ def finished(folder: Path, given: Dataset, model: nn.Module | None = None) -> Re
     module = build_model(run.config, given) if model is None else checks.own(model)
     trained = runs.trained(module, folder / "model.safetensors")
     score, best, loss, seconds = (math.nan if facts[key] is None else facts[key] for key in numbers(run.metric))
-    result = Result(
-        run.config,
-        run.history,
-        trained,
-        score,
-        best,
-        loss,
-        seconds,
-        run=folder,
-        metric=run.metric,
-        timing=facts.get("timing") or {},
-    )
+    about: dict[str, Any] = {"run": folder, "metric": run.metric, "timing": facts.get("timing") or {}}
+    result = Result(run.config, run.history, trained, score, best, loss, seconds, **about)
     return replace(result, figures={key: value for key, value in facts.items() if key not in result.summary()})

@@ -76,8 +76,12 @@ class Point:
 
     def short(self) -> Point:
         """The same for a part of the rounds."""
-        rounds, warmup = self.config.rounds // HALVING, self.config.warmup // HALVING
-        return replace(self, config=self.config.changed(rounds=rounds, warmup=warmup))
+        return replace(self, config=shortened(self.config))
+
+
+def shortened(config: Config) -> Config:
+    """The same run for a part of the rounds, at least one."""
+    return config.changed(rounds=max(1, config.rounds // HALVING), warmup=config.warmup // HALVING)
 
 
 @dataclass(frozen=True)

@@ -133,17 +133,14 @@ def run_tuned(spec: Spec, store: Store, jobs: int | str, until: float | None, fe
     """First the points of every grid on what is held back, then the best ones on the test set."""
     assert spec.tuning is not None
     tries, status = tuned.tried(store.folder), 0
-    choosing = (
-        [("1 of 3, short runs", True), ("2 of 3, choosing settings", False)]
-        if spec.tuning.halving
-        else [("1 of 2, choosing settings", False)]
-    )
-    for what, short in choosing:
-        status = max(status, run_all(list(tuned.trials(spec, tries, short)), tries, jobs, until, fetch, what))
+    phases = {"short runs": True, "choosing settings": False} if spec.tuning.halving else {"choosing settings": False}
+    last = len(phases) + 1
+    for number, (what, short) in enumerate(phases.items(), start=1):
+        cells = list(tuned.trials(spec, tries, short))
+        status = max(status, run_all(cells, tries, jobs, until, fetch, f"{number} of {last}, {what}"))
         if status == 130:
             return status
-    count = len(choosing) + 1
-    return max(status, run_all(list(tuned.finals(spec, tries)), store, jobs, until, fetch, f"{count} of {count}, test set"))
+    return max(status, run_all(list(tuned.finals(spec, tries)), store, jobs, until, fetch, f"{last} of {last}, test set"))
 
 
 def draw(spec: Spec, store: Store, folder: Path) -> None:

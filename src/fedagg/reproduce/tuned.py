@@ -21,7 +21,7 @@ from fedagg.reproduce.grid import Cell, Row, Spec
 from fedagg.reproduce.results import Measured, Store
 from fedagg.scores import Score, Standing
 from fedagg.sheets import Sheet
-from fedagg.tuning import HALVING
+from fedagg.tuning import HALVING, shortened
 
 OURS = "fedagg"
 Point = Mapping[str, Any]
@@ -45,8 +45,8 @@ def trial(spec: Spec, row: Row, method: str, participation: float, point: Mappin
     """A point of the grid. It is scored once, at the end, on what is held back."""
     assert spec.tuning is not None
     config = spec.config(row, method, participation, spec.tuning.seeds[0], {"name": "", **point})
-    rounds = max(1, config.rounds // HALVING) if short else config.rounds
-    return config.changed(validation=spec.tuning.validation, rounds=rounds, eval_every=rounds)
+    config = shortened(config) if short else config
+    return config.changed(validation=spec.tuning.validation, eval_every=config.rounds)
 
 
 def with_seed(config: Config, seed: int) -> Config:
