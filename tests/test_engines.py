@@ -148,13 +148,14 @@ def works(d: int) -> dict[str, Work]:
         "memory": Work(rate=rate, memory=True, field=field[:1], mix=torch.ones(2, 1)),
         "mask": Work(rate=rate, mask=mask),
         "trace": Work(rate=rate, trace=True),
+        "clip": Work(rate=rate, clip=0.5, own=0.4, field=field[:1], mix=torch.ones(2, 1)),
     }
 
 
 def joined(chunks: list[Chunk]) -> dict[str, Tensor]:
     """What came home, by client, whatever the order it came in."""
     order = torch.tensor([job.client for chunk in chunks for job in chunk.jobs]).argsort()
-    names = ("delta", "buffers", "loss", "first", "rates", "steps", "travel", "gradients", "path", "classes", "counts")
+    names = ("delta", "buffers", "loss", "first", "norm", "rates", "steps", "travel", "gradients", "path", "classes", "counts")
     return {
         name: torch.cat([getattr(chunk, name) for chunk in chunks])[order] for name in names if getattr(chunks[0], name) is not None
     }
@@ -270,6 +271,27 @@ def test_client_options_agree(make: Any, options: dict[str, Any]) -> None:
     expected = list(Sequential(setting).run(model, work, job_list(), None))
     for engine in forms(setting, chunks=False).values():
         assert_same(list(engine.run(model, work, job_list(), None)), expected)
+
+
+@pytest.mark.parametrize(("clip", "length", "told"), [(0.0, 5.0, 0.0), (math.inf, 5.0, 5.0), (2.0, 2.0, 5.0), (1.0, 1.0, 4.0)])
+def test_a_gradient_is_measured_and_shortened(clip: float, length: float, told: float) -> None:
+    """The loss 3 a + 4 b has the gradient (3, 4), of norm 5. What is measured is at most four times what is allowed."""
+
+    class Slope(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.w * torch.tensor([3.0, 4.0])).sum() + 0 * x
+
+    setting = Setting(Slope(), torch.zeros(4, 1), torch.zeros(4), 1, ClientOptions(epochs=1, batch_size=2), torch.device("cpu"))
+    setting.loss = lambda output, target: output[:, 0]
+    model, jobs = setting.layout.pack(setting.module), [Job(0, torch.arange(4), 1, seed=1)]
+    for engine in (Sequential(setting), Batched(setting, VmappedNetwork)):
+        (chunk,) = engine.run(model, Work(rate=torch.tensor([0.1]), clip=clip), jobs, None)
+        torch.testing.assert_close(chunk.delta, -2 * 0.1 * length * torch.tensor([[0.6, 0.8]]))
+        assert chunk.norm.tolist() == pytest.approx([told])
 
 
 def test_memory_that_two_layers_look_at_is_left_alone() -> None:
@@ -707,7 +729,7 @@ def test_a_gpu_without_triton_steps_without_it(monkeypatch: pytest.MonkeyPatch) 
     setting = make_setting(nn.Linear(6, 3), (6,), ClientOptions(epochs=2, batch_size=4))
     network = VmappedNetwork(setting, 2)
     network.w = network.w.as_subclass(OnGPU)
-    stage = batched.Stage(batched.Shape(2, 4, False, False, False, False, False), network, 2, setting)
+    stage = batched.Stage(batched.Shape(2, 4, False, False, False, False, False, False), network, 2, setting)
     stage.scale.fill_(0.25)
     stage.rate.fill_(0.1)
     stage.step()

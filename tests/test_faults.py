@@ -52,6 +52,7 @@ class Scripted:
                 loss=torch.tensor([self.worse * self.loss]),
                 first=torch.tensor([self.loss]),
                 behind=torch.tensor([self.before]),
+                norm=torch.zeros(1),
                 rates=torch.full((1, 3), 0.1) * (torch.arange(3) < job.epochs),
                 steps=torch.tensor([2 * job.epochs]),
                 memory=own,

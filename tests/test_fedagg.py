@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +54,7 @@ class Quadratic:
                 loss=torch.stack(told).mean()[None],
                 first=told[0][None],
                 behind=self.loss(model.w + work.behind * field, goal)[None],
+                norm=torch.zeros(1),
                 rates=rates,
                 steps=torch.tensor([STEPS * job.epochs]),
             )
@@ -99,12 +100,13 @@ def test_the_rate_that_is_best_for_a_client_alone(count: int, base: float) -> No
 
 def test_on_a_plateau_the_search_is_repeated_until_a_rate_is_clearly_good() -> None:
     class Plateau(Quadratic):
-        """No rate does anything but for noise, which is as large as all that is gained."""
+        """No rate does anything but for noise, which is as large as all that is gained, or harm."""
 
         def run(self, model: Model, work: Work, jobs: list[Job], memory: Any) -> Any:
             for chunk in super().run(model, work, jobs, memory):
                 chunk.first = torch.full_like(chunk.first, 2.0)
-                chunk.loss = 2.0 + 0.01 * torch.tensor([math.sin(99.0 * chunk.jobs[0].seed)])
+                noise = 0.01 * math.sin(99.0 * chunk.jobs[0].seed)
+                chunk.loss = torch.tensor([2.0 + noise if float(chunk.rates[0, 0]) < 0.5 else math.nan])
                 yield chunk
 
     method, model = started(lr=0.01), Model(torch.zeros(1), torch.zeros(0))
@@ -232,6 +234,53 @@ def test_without_the_theorem_all_rates_are_the_pace() -> None:
     far = torch.tensor([[5.0, 5.0]])
     assert [float(work.rates(epoch, far, torch.zeros(2))) for epoch in range(EPOCHS)] == pytest.approx([0.2] * EPOCHS)
     assert (work.own, work.behind, work.slope) == (0.5, 0.7, None)
+
+
+# --- gradients that are far longer than the others --------------------------------------------------------------------
+
+
+def test_the_limit_is_twice_the_largest_mean_norm_of_a_round() -> None:
+    """Of the clients' mean norms the median counts: 3, then 5, then 1. What an undone round has measured is forgotten."""
+    method, model = started(), Model(torch.zeros(1), torch.zeros(0))
+    assert method.plan(federation_of(3)).clip == math.inf
+    for norms, limit in (([2.0, 3.0, 90.0], 6.0), ([5.0, 4.0, 6.0], 10.0), ([1.0, 1.0, 1.0], 10.0)):
+        clients = federation_of(3)
+        method.learn(replace(clients.train(method.plan(clients)), norm=torch.tensor(norms)))
+        assert method.plan(clients).clip == limit
+    method.keep(model, 0.0)
+    method.state["norm"] = 99.0
+    method.undo(federation_of(3))
+    assert method.plan(federation_of(3)).clip == 10.0
+
+    class Closed(Clients):
+        open = False
+
+    assert method.plan(Closed(**vars(federation_of(3)))).clip == 0  # nobody tells a norm
+
+
+def odd_samples(factor: float) -> tuple[fedagg.Dataset, nn.Module]:
+    """A few of the samples are so many times as large as the others."""
+    data = tiny.dataset()
+    x = torch.as_tensor(data.x_train).clone()
+    x[::10] *= factor
+    torch.manual_seed(2)
+    return fedagg.Dataset(x, data.y_train, data.x_test, data.y_test, classes=3), nn.Linear(6, 3)
+
+
+def ends(monkeypatch: pytest.MonkeyPatch, limit: float, factor: float, batch: int) -> fedagg.Result:
+    monkeypatch.setattr("fedagg.algorithms.fedagg.CLIP", limit)
+    data, module = odd_samples(factor)
+    return fedagg.run(data=data, model=module, clients=6, participation=1.0, rounds=20, epochs=2, batch_size=batch, seed=0)
+
+
+def test_a_few_huge_samples_do_less_harm_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_limit, without = (ends(monkeypatch, limit, 30.0, 2).loss for limit in (2.0, 1e9))
+    assert with_limit < 0.8 * without
+
+
+def test_where_all_gradients_are_alike_the_limit_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (ends(monkeypatch, limit, 1.0, 20) for limit in (2.0, 1e9))
+    assert torch.equal(first.model.weight, second.model.weight)
 
 
 # --- the guard --------------------------------------------------------------------------------------------------------

@@ -22,7 +22,9 @@ from fedagg.meanfield import (
     agreement,
     best_rate,
     bound_rates,
+    gains,
     learning_rates,
+    look_further,
     weight_ratio,
 )
 
@@ -231,47 +233,33 @@ def rand(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def log_losses(at: float, rates: list[float]) -> dict[float, list[float]]:
+def log_losses(at: float, rates: list[float]) -> dict[float, float]:
     """Losses that are a parabola of log₄ of the rate, lowest at `at`."""
-    return {rate: [1.0 + 0.1 * (math.log(rate / at, 4) ** 2)] for rate in rates}
+    return {rate: 1.0 + 0.1 * (math.log(rate / at, 4) ** 2) for rate in rates}
 
 
 @pytest.mark.parametrize("at", [0.03, 0.04, 0.06, 0.1])
-def test_best_rate_of_clients_that_are_all_alike_is_the_lowest_of_the_parabola(at: float) -> None:
-    rates = [0.01 * 4**k for k in range(4)]
-    assert best_rate(log_losses(at, rates), 2.0) == (pytest.approx(at), True, 0)
+def test_best_rate_is_the_lowest_point_of_the_parabola(at: float) -> None:
+    losses = log_losses(at, [0.16, 0.01, 0.64, 0.04])
+    assert best_rate(losses) == pytest.approx(at)
+    assert look_further(losses, 2.0) == 0
 
 
-def test_best_rate_at_the_ends_and_among_losses_that_are_none() -> None:
+def test_the_best_rate_is_looked_for_beyond_the_end_that_is_best() -> None:
     rates = [0.01 * 4**k for k in range(3)]
-    assert best_rate(log_losses(1e-4, rates), 9.0) == (rates[0], True, -1)
-    assert best_rate(log_losses(10.0, rates), 9.0) == (rates[-1], True, 1)
-    # What blew up counts as twice the first loss, 4: the losses are 1, 0.5 and 4, and the lowest ½ · (1 - 4)/(1 - 1 + 4) down.
-    for lost in (math.nan, math.inf, 1e9, 4.0):
-        found, *_ = best_rate({0.01: [1.0], 0.04: [0.5], 0.16: [lost]}, 2.0)
-        assert found == pytest.approx(0.04 * 4 ** (0.5 * (1 - 4) / (1 - 1 + 4)))
-    # Under zero it is zero: -1, -2 and 0, of first losses of -0.5.
-    found, *_ = best_rate({0.01: [-1.0], 0.04: [-2.0], 0.16: [math.inf]}, -0.5)
-    assert found == pytest.approx(0.04 * 4 ** (0.5 * (-1 - 0) / (-1 + 4)))
+    low, high = log_losses(1e-4, rates), log_losses(10.0, rates)
+    assert (best_rate(low), look_further(low, 9.0)) == (rates[0], -1)
+    assert (best_rate(high), look_further(high, 9.0)) == (rates[-1], 1)
 
 
-def test_best_rate_takes_the_mean_over_clients() -> None:
-    assert best_rate({0.1: [1.0, 3.0], 0.2: [1.9, 1.9]}, 5.0) == (0.2, True, 1)
-
-
-def test_a_higher_rate_is_taken_only_if_it_is_better_by_more_than_chance() -> None:
-    """Means 1.3, 1 and 0.9. Values m ± d of two clients have a standard error of d, and their difference one of √2 d."""
-    for d, taken in ((0.04, 2), (0.1, 1), (0.2, 0)):
-        losses = {0.01 * 4**k: [mean - d, mean + d] for k, mean in enumerate((1.3, 1.0, 0.9))}
-        if taken == 0:
-            losses[0.0025] = [1.9 - d, 1.9 + d]  # else there is nothing to walk up from
-        assert best_rate(losses, 3.0) == (pytest.approx(0.01 * 4**taken), True, 1)
-
-
-def test_where_no_rate_gains_a_hundredth_none_is_clearly_good() -> None:
+def test_on_a_plateau_higher_rates_are_tried_until_one_does_harm() -> None:
+    """A hundredth of the first loss, 2, is what counts: 0.02."""
     for gain, clear in ((0.019, False), (0.021, True)):
-        losses = {0.01: [2.0, 2.0], 0.04: [2.0 - gain, 2.0 - gain], 0.16: [2.0, 2.0]}
-        assert best_rate(losses, 2.0) == (pytest.approx(0.04), clear, 0)
-    # Noise as large as any gain: the best stands in.
-    noisy = {0.01: [1.9, 2.1], 0.04: [1.88, 2.1], 0.16: [1.9, 2.1]}
-    assert best_rate(noisy, 2.0) == (pytest.approx(0.04), False, 0)
+        losses = {0.01: 2.0, 0.04: 2.0 - gain, 0.16: 2.0}
+        assert gains(2.0 - gain, 2.0) == clear
+        assert look_further(losses, 2.0) == (0 if clear else 1)
+        assert look_further(losses | {0.64: 2.019}, 2.0) == (0 if clear else 1)
+        assert look_further(losses | {0.64: 2.021}, 2.0) == 0
+    # All harm: down it goes. Losses may be negative.
+    assert look_further({0.01: 3.0, 0.04: 4.0}, 2.0) == -1
+    assert look_further({0.01: -1.0, 0.04: 0.0}, -2.0) == -1

@@ -16,8 +16,6 @@ is positive definite: it always has exactly one solution. Only inner products en
 
 from __future__ import annotations
 
-import math
-import statistics
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +23,6 @@ from torch import Tensor
 
 from fedagg.errors import SettingError
 
-SURE = 1.5  # standard errors by which a higher rate must be better than a lower one
 PLATEAU = 0.01  # of the loss: where no rate gains more in a round, none is clearly good
 
 
@@ -130,33 +127,30 @@ def departure(norm2: Tensor, along: Tensor, gram: Tensor, model: Tensor) -> floa
     return float((gap2.clamp_min(0.0) / norm2.clamp_min(1e-30)).sqrt().mean())
 
 
-def best_rate(losses: dict[float, list[float]], first: float) -> tuple[float, bool, int]:
-    """The rate at which clients lose most of their loss, whether any rate is clearly good, and whether the lowest mean loss is that
-    of the lowest rate (-1), of the highest (1) or of one between (0). Rates are evenly spaced on a logarithmic scale.
+def gains(loss: float, first: float) -> bool:
+    """Does a rate that leads to this loss take more than the share `PLATEAU` off the first one?"""
+    return first - loss > PLATEAU * abs(first)
 
-    From the lowest rate up, a higher one is taken only if its clients did better by `SURE` standard errors: where data are skewed,
-    a rate that ruins the network can look as good as one that trains it, for a client's own classes are soon learned. Between
-    rates, the lowest point of the parabola through the one taken and its neighbours counts, if these are worse.
 
-    All began at the same model, so all are held against the same `first` loss: a client's own, of one mini-batch, is noise where
-    training begins on a plateau. A loss that is not finite, or twice the first, counts as twice the first. A rate is clearly good
-    if it took more than the share `PLATEAU` off the first loss."""
-    rates, worst = sorted(losses), first + abs(first)
-    kept = [[loss if loss < worst else worst for loss in losses[rate]] for rate in rates]
-    means = [sum(each) / len(each) for each in kept]
-    errors2 = [statistics.variance(each) / len(each) if len(each) > 1 else 0.0 for each in kept]
-    top = 0
-    for k in range(1, len(rates)):
-        if means[top] - means[k] > SURE * math.sqrt(errors2[top] + errors2[k]):
-            top = k
-    lowest = means.index(min(means))
-    top = top or lowest
-    clear, end = first - means[top] > PLATEAU * abs(first), (lowest == len(rates) - 1) - (lowest == 0)
-    if not 0 < top < len(rates) - 1 or min(means[top - 1], means[top + 1]) < means[top]:
-        return rates[top], clear, end
-    below, best, above = means[top - 1 : top + 2]
+def look_further(losses: dict[float, float], first: float) -> int:
+    """Where the best rate must be looked for, if it is not among those tried, whose losses are given: below them (-1), above (1),
+    or nowhere (0). Where none gains anything, as on a plateau, that is above, until a rate does harm."""
+    rates = sorted(losses)
+    best = min(rates, key=lambda rate: losses[rate])
+    lost = not gains(losses[best], first) and losses[rates[-1]] - first <= PLATEAU * abs(first)
+    return (best == rates[-1] or lost) - (best == rates[0] and not lost)
+
+
+def best_rate(losses: dict[float, float]) -> float:
+    """The rate of the lowest loss, of rates that are evenly spaced on a logarithmic scale: the lowest point of the parabola through
+    the best of them and its neighbours, where it has two."""
+    rates = sorted(losses)
+    top = min(range(len(rates)), key=lambda k: losses[rates[k]])
+    if not 0 < top < len(rates) - 1:
+        return rates[top]
+    below, best, above = (losses[rate] for rate in rates[top - 1 : top + 2])
     bend = below - 2 * best + above
-    return float(rates[top] * (rates[top + 1] / rates[top]) ** (0.5 * (below - above) / bend if bend else 0.0)), clear, end
+    return float(rates[top] * (rates[top + 1] / rates[top]) ** (0.5 * (below - above) / bend if bend else 0.0))
 
 
 @dataclass(frozen=True)

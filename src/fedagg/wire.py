@@ -14,8 +14,9 @@ from fedagg.flat import Model
 from fedagg.work import Report, Work
 
 FLOAT, NUMBER, FLAG = 4, 8, 1
-# Round, pass, seed, last accepted answer (2), local options (5), bounds and weights (4), form of the field (2), step back.
-ORDER = 17 * NUMBER + 2 * FLAG
+# Round, pass, seed, last accepted answer (2), local options (5), bounds and weights (4), form of the field (2), step back,
+# limit of a gradient.
+ORDER = 18 * NUMBER + 2 * FLAG
 ANSWER = len(fields(Report)) * NUMBER  # what a client reports, and its samples; the rates, one an epoch, are counted apart
 
 

@@ -112,6 +112,7 @@ class Work:
     memory: bool = False  # subtract the client's own remembered vector, and let it remember
     mask: Tensor | None = None  # (d,): 0 where a weight must not move
     behind: float = 0.0  # how far back along the field, w̄ + behind · field, the first mini-batch's loss is taken, too
+    clip: float = 0.0  # largest norm of a mini-batch gradient, and norms are measured; 0: neither
     trace: bool = False  # keep every epoch's mean gradient and starting point
     represent: str | None = None  # the head whose input is averaged per class after training (FedGH)
     loss: ClientLoss | None = None  # loss(learner, x, y): the loss of every sample, (B,)
@@ -200,6 +201,7 @@ class Report:
     loss: Tensor  # mean over the steps made, (n,)
     first: Tensor  # of the first mini-batch, taken on the global model itself, (n,)
     behind: Tensor  # of the same mini-batch, a step back along the field where the work asks for it, (n,); else 0
+    norm: Tensor  # mean norm of the mini-batch gradients, (n,), where the work limits it; else 0
     steps: Tensor  # mini-batches in all, (n,)
     rates: Tensor  # η_{i,l}, (n, L); 0 in epochs not made
 

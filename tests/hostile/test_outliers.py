@@ -117,6 +117,7 @@ class Given:
             loss=one,
             first=one,
             behind=torch.zeros(n),
+            norm=torch.zeros(n),
             rates=one[:, None],
             steps=one.long(),
         )

@@ -2,8 +2,7 @@ r"""FedAgg, the default version: FedAvg's local work and FedAvg's uplink, and no
 
 Clients step along a mix of their own gradient and the aggregated one (Eq. 9 between its two ends). Two measurements set how far:
 
-- the clients' own rate: before the first round every client tries some rates, and of two the higher is taken only where it is
-  clearly better;
+- the clients' own rate: before the first round all of them try some rates, and the one that lowers their loss most is taken;
 - λ, their own share of the step, from how far their gradients agree. The pace of the federation is the own rate over λ, so that a
   client's own gradient always counts the same, and the less clients agree, the longer they go on along what they have in common.
 
@@ -20,7 +19,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import nn
 
-from fedagg import meanfield, seeding
+from fedagg import meanfield
 from fedagg.algorithms import guard
 from fedagg.algorithms.base import Algorithm, option, register
 from fedagg.clients import Clients, NoClients, Outcome
@@ -29,14 +28,13 @@ from fedagg.work import Work
 
 LEAST_OWN = 0.1  # λ never falls below: a client that ignored its own gradient would teach the server nothing
 SPREAD = 4.0  # from one rate that is tried to the next
-RATES = 6  # that are tried at once, from a sixteenth of the base rate up
-EACH = 6  # clients that try a rate
-SHIFTS = 4  # of that range at most, while the best of it lies at an end
+RATES = 12  # that are tried at most
 SEARCHES = 4  # rounds that begin with such a search at most, while none of the rates is clearly good
 TAIL = 3.0  # later models weigh more in the average of the path: the η of Shamir and Zhang
+CLIP = 2.0  # a mini-batch gradient counts as no longer than so many times the mean norm of the round in which that was largest
 MEMORY = 0.7  # of the agreement and of how rounds changed the loss, for earlier rounds
 RATE_BAND = (0.1, 2.0)  # rates stay within these multiples of the pace
-KEPT = ("phi1", "known", "agreement", "back")  # what an undone round gives back
+KEPT = ("phi1", "known", "agreement", "back", "norm")  # what an undone round gives back
 
 
 @register("fedagg")
@@ -56,6 +54,7 @@ class FedAgg(Algorithm):
             "phi1": torch.zeros_like(model.w),  # the aggregated gradient, one for all epochs
             "known": 0,  # rounds that gave a mean field
             "agreement": 1.0,
+            "norm": 0.0,  # of a mini-batch gradient: the mean of a round, the largest so far
             "back": 0.0,  # the multiple of φ1 that leads back to the last model
             "trend": 0.0,  # the mean change of the loss in a round, and of its size
             "swing": 0.0,
@@ -70,8 +69,8 @@ class FedAgg(Algorithm):
         return max(LEAST_OWN, math.sqrt(self.state["agreement"]))
 
     def search(self, clients: Clients) -> None:
-        """The own rate by trial: all participants train, each at one of several rates, and nothing else comes of it. On a plateau
-        no rate is clearly good; then the next round begins with a search, too."""
+        """The own rate by trial: all participants train at one rate after another, and nothing else comes of it. On a plateau no
+        rate is clearly good; then the next round begins with a search, too."""
         found, clear = self.best_alone(clients)
         self.state["rate"] = found or self.lr
         self.state["searches"] = SEARCHES if clear else self.state["searches"] + 1
@@ -81,24 +80,26 @@ class FedAgg(Algorithm):
         there is none, and the base rate stands."""
         if self.pace == "base" or not clients.open:
             return 0.0, True
-        rates, count = [self.lr * SPREAD ** (k - 2) for k in range(RATES)], len(clients.ids)
-        losses, firsts = dict[float, list[float]](), list[float]()
-        for _ in range(SHIFTS):
-            for again in range(min(RATES, -(-EACH * RATES // count))):
-                deal = seeding.numpy_generator(clients.seed, "rates", clients.t, clients.passes).permutation(count)
-                tried = {client: rates[(k + again) % RATES] for client, k in zip(clients.ids, deal.tolist(), strict=True)}
-                rows = torch.tensor([tried[client] for client in clients.ids], dtype=torch.float64)
-                told = clients.rehearse(Work(rate=rows[:, None].expand(-1, clients.epochs)))
-                for client, (first, loss) in told.items():
-                    losses.setdefault(tried[client], []).append(loss)
-                    firsts.append(first)
+        losses, firsts, rate, further = dict[float, float](), list[float](), self.lr, 1
+        while further and len(losses) < RATES:
+            told = clients.rehearse(Work(rate=clients.constant(rate))).values()
+            firsts += [first for first, _ in told]
             if not any(firsts):  # nobody answers, or nobody says a word
                 return 0.0, True
-            best, clear, end = meanfield.best_rate(losses, sum(firsts) / len(firsts))
-            if not end:
-                break
-            rates = [rate * SPREAD ** (end * RATES) for rate in rates]  # further in that direction
-        return best, clear
+            first = sum(firsts) / len(firsts)
+            worst = first + abs(first)  # for a loss that is not finite, too: what is beyond counts as no worse
+            losses[rate] = sum(loss if loss < worst else worst for _, loss in told) / len(told) if told else worst
+            further = meanfield.look_further(losses, first) if len(losses) > 1 else 1
+            rate = max(losses) * SPREAD if further > 0 else min(losses) / SPREAD
+        best = meanfield.best_rate(losses)
+        return best, meanfield.gains(min(losses.values()), first)
+
+    def limit(self, clients: Clients) -> float:
+        """For the norm of a mini-batch gradient; none while there is nothing to compare it with. A few that are far longer than the
+        others do most of the harm that too high a rate does."""
+        if not clients.open:
+            return 0.0
+        return CLIP * self.state["norm"] or math.inf
 
     def plan(self, clients: Clients) -> Work:
         """Theorem 1 around the path that the average client is about to take: φ2[k] = w̄ - η_ref k S φ1. The deviation is measured
@@ -106,9 +107,9 @@ class FedAgg(Algorithm):
         own, phi1, steps, epochs = self.own_share(), self.state["phi1"], clients.reach, clients.epochs
         pace, norm2 = self.state["rate"] / own, float(phi1.double().square().sum())
         if not norm2:
-            return Work(rate=clients.constant(pace))
+            return Work(rate=clients.constant(pace), clip=self.limit(clients))
         mix = torch.full((epochs, 1), 1.0 - own)
-        flat = Work(rate=clients.constant(pace), own=own, field=phi1[None], mix=mix, behind=self.state["back"])
+        flat = Work(clients.constant(pace), own=own, field=phi1[None], mix=mix, behind=self.state["back"], clip=self.limit(clients))
         if not self.theorem:
             return flat
         ahead = torch.arange(1, epochs + 1, dtype=torch.float64).flip(0).cumsum(0).flip(0)  # Σ_{k>p} k
@@ -156,6 +157,7 @@ class FedAgg(Algorithm):
         now = meanfield.agreement(float(gradient.double().square().sum()), float(own2.mean()) / own**2, len(out.clients))
         before = self.state["agreement"] if self.state["known"] else now
         self.state |= {"agreement": MEMORY * before + (1 - MEMORY) * now, "phi1": fresh, "known": self.state["known"] + 1}
+        self.state["norm"] = max(self.state["norm"], float(out.norm.median()))
 
     def look_back(self, out: Outcome) -> None:
         """How did the last step change the loss, on the samples at hand?"""

@@ -64,19 +64,33 @@ class Engine(Protocol):
     def run(self, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> Iterator[Chunk]: ...
 
 
+TINY = 1e-12  # in place of a norm of nothing
+SEEN = 4.0  # times its limit: a longer gradient is not measured as longer, so that one alone cannot raise the mean without bound
+
+
 class Stepper:
     """The client's optimiser on flat vectors: turns a direction into a step. Works on (d,) and on stacks (n, d)."""
 
-    def __init__(self, local: ClientOptions, like: Tensor) -> None:
+    def __init__(self, local: ClientOptions, like: Tensor, limited: bool = False) -> None:
         self.local = local
+        self.limit = torch.full((), float("inf"), device=like.device) if limited else None  # of the work, for a gradient's norm
+        self.norm = torch.zeros(*like.shape[:-1], 1, device=like.device)  # Σ over steps of the gradients' norms
         self.m = torch.zeros_like(like) if local.momentum or local.optimizer == "adam" else None
         self.v = torch.zeros_like(like) if local.optimizer == "adam" else None
         self.count = torch.zeros(*like.shape[:-1], 1, device=like.device)
 
+    def shorten(self, g: Tensor) -> Tensor:
+        """Measure the mini-batch gradient and bring it, in place, to the length that the work allows."""
+        if self.limit is not None:
+            norm = torch.linalg.vector_norm(g, dim=-1, keepdim=True)
+            self.norm += torch.minimum(norm, SEEN * self.limit)
+            g *= (self.limit / norm.clamp_min(TINY)).clamp(max=1.0)
+        return g
+
     def gradient(self, g: Tensor, w: Tensor) -> Tensor:
         """Clipping and weight decay act on the client's own gradient, before the algorithm mixes anything in."""
         if self.local.clip:
-            g = g * (self.local.clip / g.norm(dim=-1, keepdim=True).clamp_min(1e-12)).clamp(max=1.0)
+            g = g * (self.local.clip / g.norm(dim=-1, keepdim=True).clamp_min(TINY)).clamp(max=1.0)
         return g + self.local.weight_decay * w if self.local.weight_decay else g
 
     def direction(self, d: Tensor, active: Tensor | None = None) -> Tensor:

@@ -72,6 +72,7 @@ class Shape:
     memory: bool
     mask: bool
     trace: bool
+    clip: bool
     loss: bool = False  # one of the method's own
     step: bool = False
 
@@ -103,7 +104,7 @@ class Stage:
         self.mean = torch.zeros(n, d, device=device) if self.shape.trace else None
         self.local_step: LocalStep | None = None
         self.state: State = {}
-        self.stepper = Stepper(self.setting.local, self.network.w)
+        self.stepper = Stepper(self.setting.local, self.network.w, self.shape.clip)
         self.plain = self.stepper.m is None and not self.setting.local.clip and not self.setting.local.weight_decay
         terms = (self.shape.shift, self.shape.prox, self.shape.memory, self.shape.mask)
         self.plain = self.plain and not self.shape.step
@@ -114,12 +115,12 @@ class Stage:
 
             self.fused_step = fused_step
         # Terms that do not depend on where the client is may follow a step along the gradient.
-        follows = self.plain and not (self.shape.prox or self.shape.mask or self.shape.trace)
+        follows = self.plain and not (self.shape.prox or self.shape.mask or self.shape.trace or self.shape.clip)
         self.descending = self.network if follows and isinstance(self.network, Descending) and self.network.linear else None
 
     def begin(self, model: Model, work: Work, own: Tensor | None, schedule: Callable[[Callable[[Job], Tensor]], Tensor]) -> None:
         """Every client at the model, before the first step of the work; `own` is what they remember, `schedule` is `by_step`."""
-        for state in (self.cursor, self.loss, self.mean, self.stepper.m, self.stepper.v, self.stepper.count):
+        for state in (self.cursor, self.loss, self.mean, self.stepper.m, self.stepper.v, self.stepper.count, self.stepper.norm):
             if state is not None:
                 state.zero_()
         for room, what in (
@@ -132,6 +133,8 @@ class Stage:
                 room[: len(steps)].copy_(steps)
         self.own.fill_(work.own)
         self.prox.fill_(work.prox)
+        if self.stepper.limit is not None:
+            self.stepper.limit.fill_(work.clip)
         self.network.w.copy_(model.w.expand(self.shape.n, -1))
         self.network.buffers.copy_(model.buffers.expand(self.shape.n, -1))
         self.client, self.local_step, self.state = Client(model.w, own), work.step, {}
@@ -161,6 +164,7 @@ class Stage:
         self.loss += self.network.gradient(x, y, scale)
         if self.mean is not None:
             self.mean += self.network.g
+        self.stepper.shorten(self.network.g)
         if self.fused_step is not None:
             active = (scale[:, 0] > 0).to(scale.dtype)
             self.fused_step(self.network.w, self.network.g, self.rate[:, 0] * active, self.own, self.prox, self.start,
@@ -187,7 +191,7 @@ class Stage:
                 self.loss.add_(loss)
                 if self.mean is not None:
                     self.mean.add_(network.g)
-            return self.stepper.gradient(network.g, network.w).clone()
+            return self.stepper.gradient(self.stepper.shorten(network.g), network.w).clone()
 
         self.client.shift = self.shift
         w, state = step(self.client, before, gradient, self.rate, dict(self.state))
@@ -343,7 +347,7 @@ class Batched:
         """The standing tensors for this shape, made (and captured) when first needed."""
         shape = Shape(
             n, batch, work.mix is not None, work.prox != 0.0, work.subtracts, work.mask is not None, work.trace,
-            work.loss is not None, work.step is not None,
+            work.clip != 0.0, work.loss is not None, work.step is not None,
         )  # fmt: skip
         stage = self.stages.get(shape)
         if stage is None or stage.capacity < steps:
@@ -416,6 +420,7 @@ class Batched:
             loss=stage.loss / (counts * made).clamp_min(1),
             first=first,
             behind=behind,
+            norm=stage.stepper.norm[:, 0] / (counts * made).clamp_min(1),
             rates=rates,
             steps=counts * made,
             local=local,
@@ -448,9 +453,11 @@ class Batched:
             (stage.stepper.m, short.stepper.m),
             (stage.stepper.v, short.stepper.v),
             (stage.stepper.count, short.stepper.count),
+            (stage.stepper.norm, short.stepper.norm),
         ]
         fixed = [(stage.rate, short.rate), (stage.own, short.own), (stage.prox, short.prox), (stage.start, short.start),
-                 (stage.shift, short.shift), (stage.mask, short.mask), (stage.memory, short.memory)]  # fmt: skip
+                 (stage.stepper.limit, short.stepper.limit), (stage.shift, short.shift), (stage.mask, short.mask),
+                 (stage.memory, short.memory)]  # fmt: skip
         for here, there in (*pairs, *fixed):
             if here is not None and there is not None:
                 there.copy_(here)

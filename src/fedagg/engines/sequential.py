@@ -31,7 +31,9 @@ class Sequential:
         s, space, local = self.setting, self.space, self.setting.local
         space.load(model)
         space.module.train()
-        stepper = Stepper(local, space.w)
+        stepper = Stepper(local, space.w, limited=bool(work.clip))
+        if stepper.limit is not None:
+            stepper.limit.fill_(work.clip)
         work = work.of([job.position])
         rates, losses = torch.zeros(local.epochs, device=s.device), torch.zeros((), device=s.device)
         first = behind = torch.zeros((), device=s.device)
@@ -95,6 +97,7 @@ class Sequential:
             loss=losses[None] / max(steps, 1),
             first=first[None],
             behind=behind[None],
+            norm=stepper.norm / max(steps, 1),
             rates=rates[None],
             steps=torch.tensor([steps], device=s.device),
             local=local,
@@ -125,7 +128,7 @@ class MiniBatch:
             space.layout.restore(statistics, dict(space.module.named_buffers()))
         if not again:  # what the client reports is the loss and the gradient it looked at first
             self.called, self.loss, self.first = True, loss, space.g.clone() if self.work.trace else space.g
-        return self.stepper.gradient(space.g, space.w)
+        return self.stepper.gradient(self.stepper.shorten(space.g), space.w)
 
     @torch.enable_grad()
     def backward(self) -> Tensor:

@@ -116,7 +116,7 @@ def write_order(order: Order, packed: Packed | None) -> tuple[ArrayRecord, Confi
         config["test"] = True
     config["optimizer"], config["augment"] = order.local.optimizer, order.local.augment
     config["low"], config["high"], config["own"], config["prox"] = work.low, float(work.high), work.own, work.prox
-    config["memory"], config["trace"], config["behind"] = work.memory, work.trace, work.behind
+    config["memory"], config["trace"], config["behind"], config["limit"] = work.memory, work.trace, work.behind, work.clip
     for name, part in (("rate", work.rate), ("slope", work.slope), ("mix", work.mix)):
         if part is not None:
             config[name] = [float(v) for v in part.flatten().tolist()]
@@ -163,6 +163,7 @@ def read_order(content: RecordDict, layout: Layout) -> Order:
         mask=mask,
         trace=bool(config["trace"]),
         behind=float(config["behind"]),
+        clip=float(config["limit"]),
         represent=config.get("represent"),
         **plan,
     )
@@ -255,6 +256,8 @@ def read_report(told: Any, job: Job, work: Work, local: ClientOptions) -> dict[s
         return found | {"loss": math.nan}
     if not (abs(found["first"]) < ABSURD and abs(found["behind"]) < ABSURD):
         raise BadAnswer("sent a first loss that cannot be")
+    if not 0 <= found["norm"] < ABSURD:
+        raise BadAnswer("sent a norm that cannot be")
     made, rest = found["rates"][: job.epochs], found["rates"][job.epochs :]
     if any(rest) or not possible(torch.tensor(made, dtype=torch.float64), work, job.position):
         raise BadAnswer("sent rates that cannot be")

@@ -163,6 +163,7 @@ class PrivateClients(Clients):
             loss=torch.zeros(n, dtype=torch.float64),
             first=torch.zeros(n, dtype=torch.float64),
             behind=torch.zeros(n, dtype=torch.float64),
+            norm=torch.zeros(n, dtype=torch.float64),
             rates=rates.double().expand(n, -1),
             sent=work.field,
         )
