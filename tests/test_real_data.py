@@ -24,9 +24,8 @@ def test_fedagg_is_ahead_of_fedavg_at_its_local_work(mnist: fedagg.Dataset, spli
         for name in ("fedavg", "fedagg")
     }
     work = {name: sum(row["samples"] for row in result.history) for name, result in runs.items()}
-    assert (
-        30 * work["fedagg"] == 34 * work["fedavg"]
-    )  # in its first round clients train four times more, to try two ranges of rates
+    tried = {"iid": 5, "shards": 4}[split]  # rates, by all clients of the first round
+    assert 30 * work["fedagg"] == (30 + tried) * work["fedavg"]
     assert runs["fedagg"].accuracy >= runs["fedavg"].accuracy + ahead
     if split == "iid":
         assert runs["fedavg"].accuracy == pytest.approx(0.882, abs=0.005)
