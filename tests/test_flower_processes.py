@@ -289,11 +289,13 @@ TRICKS = [
 ]
 
 
-def replayed(nodes: int, clients: list[dict]) -> dict[str, torch.Tensor]:
+def replayed(nodes: int, clients: list[dict], **more: object) -> dict[str, torch.Tensor]:
     """The same rounds in this process, without the answers that the record says were missing."""
     task = runpy.run_path(str(TEMPLATE / "federation" / "task.py"))
     settings, rounds = tomllib.loads((TEMPLATE / "pyproject.toml").read_text()), len(clients)
-    config, _ = split(settings["tool"]["flwr"]["app"]["config"] | {"clients": nodes, "rounds": rounds, "eval-every": rounds})
+    config, _ = split(
+        settings["tool"]["flwr"]["app"]["config"] | {"clients": nodes, "rounds": rounds, "eval-every": rounds, **more}
+    )
     module = untrained(task["model"], config.seed)
 
     def lose(sent, reply):
@@ -345,8 +347,10 @@ def test_an_answer_after_the_deadline(federation: Federation) -> None:
 
 @long
 @pytest.mark.parametrize("federation", [3], indirect=True)
-def test_secure_aggregation(federation: Federation) -> None:
-    """Two rounds of FedAgg under SecAgg+, with the line that the documentation says turns it on."""
+def test_secure_aggregation(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rounds of FedAgg under SecAgg+, with the line that the documentation says turns it on. Nodes then tell neither losses nor
+    norms: the base rate stands, and no gradient is shortened."""
+    monkeypatch.setattr("fedagg.algorithms.fedagg.CLIP", 1e9)
     f = federation
     settings = f.folder / "pyproject.toml"
     settings.write_text(settings.read_text() + "secure = true\n")
@@ -358,7 +362,7 @@ def test_secure_aggregation(federation: Federation) -> None:
     assert [row["clients"] for row in clients] == [[0, 1, 2]] * 2
     found = load_tensors((f.folder / "runs" / "model.safetensors").read_bytes())
     model = runpy.run_path(str(TEMPLATE / "federation" / "task.py"))["model"]
-    start, clear = untrained(model, seed=0).state_dict(), replayed(f.nodes, clients)
+    start, clear = untrained(model, seed=0).state_dict(), replayed(f.nodes, clients, pace="base")
     numbers = sum(weights.numel() for weights in clear.values())
     assert [row["bytes_up"] for row in rows] == [f.nodes * 4 * numbers] * 2
     gap, way = (sum(float((a[k] - clear[k]).square().sum()) for k in clear) ** 0.5 for a in (found, start))
