@@ -68,6 +68,11 @@ TINY = 1e-12  # in place of a norm of nothing
 SEEN = 4.0  # times its limit: a longer gradient is not measured as longer, so that one alone cannot raise the mean without bound
 
 
+def within(limit: float | Tensor, norm: Tensor) -> Tensor:
+    """What a vector of this norm is multiplied by so that it is no longer than the limit."""
+    return (limit / norm.clamp_min(TINY)).clamp(max=1.0)
+
+
 class Stepper:
     """The client's optimiser on flat vectors: turns a direction into a step. Works on (d,) and on stacks (n, d)."""
 
@@ -84,13 +89,13 @@ class Stepper:
         if self.limit is not None:
             norm = torch.linalg.vector_norm(g, dim=-1, keepdim=True)
             self.norm += torch.minimum(norm, SEEN * self.limit)
-            g *= (self.limit / norm.clamp_min(TINY)).clamp(max=1.0)
+            g *= within(self.limit, norm)
         return g
 
     def gradient(self, g: Tensor, w: Tensor) -> Tensor:
         """Clipping and weight decay act on the client's own gradient, before the algorithm mixes anything in."""
         if self.local.clip:
-            g = g * (self.local.clip / g.norm(dim=-1, keepdim=True).clamp_min(TINY)).clamp(max=1.0)
+            g = g * within(self.local.clip, g.norm(dim=-1, keepdim=True))
         return g + self.local.weight_decay * w if self.local.weight_decay else g
 
     def direction(self, d: Tensor, active: Tensor | None = None) -> Tensor:
