@@ -98,6 +98,27 @@ def test_the_rate_that_is_best_for_a_client_alone(count: int, base: float) -> No
     assert (method.state["rate"], method.state["searches"]) == (rate, SEARCHES)
 
 
+@pytest.mark.parametrize("lost", [math.nan, math.inf, 1e9, 4.0])
+@pytest.mark.parametrize(("first", "low", "best"), [(2.0, 1.0, 0.5), (-0.5, -1.0, -2.0)])
+def test_what_blew_up_counts_as_twice_the_first_loss(first: float, low: float, best: float, lost: float) -> None:
+    """Means of two clients of 1, 0.5 and 4, so that the best is ½ · (1 - 4)/(1 - 1 + 4) steps further. Where the first loss is
+    -0.5, twice that is nothing: -1, -2 and 0."""
+
+    class Given(Quadratic):
+        def run(self, model: Model, work: Work, jobs: list[Job], memory: Any) -> Any:
+            for chunk in super().run(model, work, jobs, memory):
+                chunk.first = torch.full_like(chunk.first, first)
+                each = 0.1 * (-1) ** chunk.jobs[0].client  # of the client's own
+                chunk.loss = torch.full_like(
+                    chunk.loss, {0.01: low + each, 0.04: best + each}.get(round(float(work.rate[0]), 4), lost)
+                )
+                yield chunk
+
+    high = first + abs(first)
+    expected = 0.04 * 4 ** (0.5 * (low - high) / (low - 2 * best + high))
+    assert started(lr=0.01).best_alone(federation_of(2, engine=Given())) == (pytest.approx(expected), True)
+
+
 def test_on_a_plateau_the_search_is_repeated_until_a_rate_is_clearly_good() -> None:
     class Plateau(Quadratic):
         """No rate does anything but for noise, which is as large as all that is gained, or harm."""

@@ -91,8 +91,7 @@ class FedAgg(Algorithm):
             losses[rate] = sum(loss if loss < worst else worst for _, loss in told) / len(told) if told else worst
             further = meanfield.look_further(losses, first) if len(losses) > 1 else 1
             rate = max(losses) * SPREAD if further > 0 else min(losses) / SPREAD
-        best = meanfield.best_rate(losses)
-        return best, meanfield.gains(min(losses.values()), first)
+        return meanfield.best_rate(losses), meanfield.gains(min(losses.values()), first)
 
     def limit(self, clients: Clients) -> float:
         """For the norm of a mini-batch gradient; none while there is nothing to compare it with. A few that are far longer than the

@@ -76,9 +76,9 @@ def within(limit: float | Tensor, norm: Tensor) -> Tensor:
 class Stepper:
     """The client's optimiser on flat vectors: turns a direction into a step. Works on (d,) and on stacks (n, d)."""
 
-    def __init__(self, local: ClientOptions, like: Tensor, limited: bool = False) -> None:
+    def __init__(self, local: ClientOptions, like: Tensor, limit: float = 0.0) -> None:
         self.local = local
-        self.limit = torch.full((), float("inf"), device=like.device) if limited else None  # of the work, for a gradient's norm
+        self.limit = torch.full((), limit, device=like.device) if limit else None  # of the work, for a gradient's norm
         self.norm = torch.zeros(*like.shape[:-1], 1, device=like.device)  # Σ over steps of the gradients' norms
         self.m = torch.zeros_like(like) if local.momentum or local.optimizer == "adam" else None
         self.v = torch.zeros_like(like) if local.optimizer == "adam" else None

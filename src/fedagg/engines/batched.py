@@ -104,7 +104,7 @@ class Stage:
         self.mean = torch.zeros(n, d, device=device) if self.shape.trace else None
         self.local_step: LocalStep | None = None
         self.state: State = {}
-        self.stepper = Stepper(self.setting.local, self.network.w, self.shape.clip)
+        self.stepper = Stepper(self.setting.local, self.network.w, float(self.shape.clip))
         self.plain = self.stepper.m is None and not self.setting.local.clip and not self.setting.local.weight_decay
         terms = (self.shape.shift, self.shape.prox, self.shape.memory, self.shape.mask)
         self.plain = self.plain and not self.shape.step

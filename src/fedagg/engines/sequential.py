@@ -31,9 +31,7 @@ class Sequential:
         s, space, local = self.setting, self.space, self.setting.local
         space.load(model)
         space.module.train()
-        stepper = Stepper(local, space.w, limited=bool(work.clip))
-        if stepper.limit is not None:
-            stepper.limit.fill_(work.clip)
+        stepper = Stepper(local, space.w, work.clip)
         work = work.of([job.position])
         rates, losses = torch.zeros(local.epochs, device=s.device), torch.zeros((), device=s.device)
         first = behind = torch.zeros((), device=s.device)
