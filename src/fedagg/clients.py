@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,14 @@ from fedagg.quantize import Downlink
 from fedagg.work import Chunk, ClientOptions, Job, Report, Work
 
 SMALL_STEP = 0.01  # of the model's length
+
+
+class Told(NamedTuple):
+    """What a participant says of its training, left out or not."""
+
+    first: float  # the loss before any step
+    loss: float  # the mean over its training
+    norm: float  # of its mini-batch gradients, the mean; 0 where the work did not ask
 
 
 class NoClients(Exception):
@@ -107,8 +115,7 @@ class Clients:
 
     passes: int = 0
     left_out: dict[int, str] = field(default_factory=dict)
-    # The first loss of all that answered, left out or not, and the mean over their training.
-    reported: dict[int, tuple[float, float]] = field(default_factory=dict)
+    reported: dict[int, Told] = field(default_factory=dict)  # by all that answered in the last pass
     stragglers: dict[int, int] = field(default_factory=dict)  # epochs done by those too slow for all
     bytes_up: int = 0
     bytes_down: int = 0
@@ -152,8 +159,8 @@ class Clients:
         """For a method that goes back to an earlier model: what rounding kept back is of a field that is no more."""
         self.downlink.error = None
 
-    def rehearse(self, work: Work) -> dict[int, tuple[float, float]]:
-        """Let every participant do the work and tell its first loss and the mean over its training. Nothing else comes of it."""
+    def rehearse(self, work: Work) -> dict[int, Told]:
+        """Let every participant do the work and tell how it went. Nothing else comes of it."""
         left_out, length, outcome = dict(self.left_out), self.yardstick.length, self.outcome
         with suppress(NoClients):
             self.train(work)
@@ -183,8 +190,8 @@ class Clients:
         usual = max(self.yardstick.length, SMALL_STEP * float(torch.linalg.vector_norm(model.w)))
         causes = judge(lengths, [bool(fit) for fit in gathered.column("fits")], usual, self.drop)
         self.left_out.update({j.client: why for j, why in zip(gathered.jobs, causes, strict=True) if why})
-        losses = zip(gathered.column("first"), gathered.column("loss"), strict=True)
-        self.reported = dict(zip((job.client for job in gathered.jobs), losses, strict=True))
+        told = map(Told, *(gathered.column(name) for name in Told._fields))
+        self.reported = dict(zip((job.client for job in gathered.jobs), told, strict=True))
         self.bytes_down += len(self.ids) * wire.down(work, model, self.downlink.bits)
         self.bytes_up += len(gathered.jobs) * wire.up(work, model, self.epochs, gathered.represented())
         valid = [why is None for why in causes]

@@ -127,30 +127,27 @@ def departure(norm2: Tensor, along: Tensor, gram: Tensor, model: Tensor) -> floa
     return float((gap2.clamp_min(0.0) / norm2.clamp_min(1e-30)).sqrt().mean())
 
 
-def gains(loss: float, first: float) -> bool:
-    """Does a rate that leads to this loss take more than the share `PLATEAU` off the first one?"""
-    return first - loss > PLATEAU * abs(first)
+def next_rate(losses: dict[int, float], first: float) -> int | None:
+    """Which rate to try next, if the best is not yet found. Rates are powers of two, of which a client at loss `first` has tried some,
+    with these losses. First every other one, outwards, until the best lies between two worse ones; then its two neighbours. Where
+    none gains anything, as on a plateau, the way is upwards, until a rate does harm."""
+    low, high, best = min(losses), max(losses), min(losses, key=lambda k: losses[k])
+    lost = max(first - losses[best], losses[high] - first) <= PLATEAU * abs(first)
+    if best == high or lost:
+        return high + 2
+    if best == low:
+        return low - 2
+    return next((k for k in (best - 1, best + 1) if k not in losses), None)
 
 
-def look_further(losses: dict[float, float], first: float) -> int:
-    """Where the best rate must be looked for, if it is not among those tried, whose losses are given: below them (-1), above (1),
-    or nowhere (0). Where none gains anything, as on a plateau, that is above, until a rate does harm."""
-    rates = sorted(losses)
-    best = min(rates, key=lambda rate: losses[rate])
-    lost = not gains(losses[best], first) and losses[rates[-1]] - first <= PLATEAU * abs(first)
-    return (best == rates[-1] or lost) - (best == rates[0] and not lost)
-
-
-def best_rate(losses: dict[float, float]) -> float:
-    """The rate of the lowest loss, of rates that are evenly spaced on a logarithmic scale: the lowest point of the parabola through
-    the best of them and its neighbours, where it has two."""
-    rates = sorted(losses)
-    top = min(range(len(rates)), key=lambda k: losses[rates[k]])
-    if not 0 < top < len(rates) - 1:
-        return rates[top]
-    below, best, above = (losses[rate] for rate in rates[top - 1 : top + 2])
-    bend = below - 2 * best + above
-    return float(rates[top] * (rates[top + 1] / rates[top]) ** (0.5 * (below - above) / bend if bend else 0.0))
+def best_power(losses: dict[int, float]) -> float:
+    """The power of two of the lowest loss: the lowest point of the parabola through the best and its neighbours, if they were tried."""
+    best = min(losses, key=lambda k: losses[k])
+    if not {best - 1, best + 1} <= losses.keys():
+        return best
+    below, above = losses[best - 1], losses[best + 1]
+    bend = below - 2 * losses[best] + above
+    return best + (0.5 * (below - above) / bend if bend else 0.0)
 
 
 @dataclass(frozen=True)

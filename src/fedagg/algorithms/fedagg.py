@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import ClassVar, Literal
 
 import torch
@@ -27,14 +28,12 @@ from fedagg.flat import Layout, Model
 from fedagg.work import Work
 
 LEAST_OWN = 0.1  # λ never falls below: a client that ignored its own gradient would teach the server nothing
-SPREAD = 4.0  # from one rate that is tried to the next
-RATES = 12  # that are tried at most
-SEARCHES = 4  # rounds that begin with such a search at most, while none of the rates is clearly good
+RATES = 14  # that are tried at most before the first round
 TAIL = 3.0  # later models weigh more in the average of the path: the η of Shamir and Zhang
-CLIP = 2.0  # a mini-batch gradient counts as no longer than so many times the mean norm of the round in which that was largest
+CLIP = 1.0  # a mini-batch gradient counts as no longer than so many times the usual norm at the start
 MEMORY = 0.7  # of the agreement and of how rounds changed the loss, for earlier rounds
 RATE_BAND = (0.1, 2.0)  # rates stay within these multiples of the pace
-KEPT = ("phi1", "known", "agreement", "back", "norm")  # what an undone round gives back
+KEPT = ("phi1", "known", "agreement", "back")  # what an undone round gives back
 
 
 @register("fedagg")
@@ -50,11 +49,10 @@ class FedAgg(Algorithm):
         self.departure = math.nan
         self.state |= {
             "rate": 0.0,  # of a client's own gradient; 0 until it is measured
-            "searches": 0,  # for it; `SEARCHES` when there is no need for another
             "phi1": torch.zeros_like(model.w),  # the aggregated gradient, one for all epochs
             "known": 0,  # rounds that gave a mean field
             "agreement": 1.0,
-            "norm": 0.0,  # of a mini-batch gradient: the mean of a round, the largest so far
+            "norm": 0.0,  # of a mini-batch gradient at the start
             "back": 0.0,  # the multiple of φ1 that leads back to the last model
             "trend": 0.0,  # the mean change of the loss in a round, and of its size
             "swing": 0.0,
@@ -69,36 +67,29 @@ class FedAgg(Algorithm):
         return max(LEAST_OWN, math.sqrt(self.state["agreement"]))
 
     def search(self, clients: Clients) -> None:
-        """The own rate by trial: all participants train at one rate after another, and nothing else comes of it. On a plateau no
-        rate is clearly good; then the next round begins with a search, too."""
-        found, clear = self.best_alone(clients)
-        self.state["rate"] = found or self.lr
-        self.state["searches"] = SEARCHES if clear else self.state["searches"] + 1
-
-    def best_alone(self, clients: Clients) -> tuple[float, bool]:
-        """The rate that is best for a client alone, and whether that is clear. Where clients do not tell how their losses fell,
-        there is none, and the base rate stands."""
+        """The own rate by trial: all participants train at one rate after another, and nothing else comes of it. Where clients do
+        not tell how their losses fell, the base rate stands."""
+        self.state["rate"] = self.lr
         if self.pace == "base" or not clients.open:
-            return 0.0, True
-        losses, firsts, rate, further = dict[float, float](), list[float](), self.lr, 1
-        while further and len(losses) < RATES:
-            told = clients.rehearse(Work(rate=clients.constant(rate))).values()
-            firsts += [first for first, _ in told]
-            if not any(firsts):  # nobody answers, or nobody says a word
-                return 0.0, True
-            first = sum(firsts) / len(firsts)
-            worst = first + abs(first)  # for a loss that is not finite, too: what is beyond counts as no worse
-            losses[rate] = sum(loss if loss < worst else worst for _, loss in told) / len(told) if told else worst
-            further = meanfield.look_further(losses, first) if len(losses) > 1 else 1
-            rate = max(losses) * SPREAD if further > 0 else min(losses) / SPREAD
-        return meanfield.best_rate(losses), meanfield.gains(min(losses.values()), first)
+            return
+        still = clients.rehearse(Work(rate=clients.constant(0.0), clip=math.inf)).values()
+        if not any(told.first for told in still):  # nobody answers, or nobody says a word
+            return
+        self.state["norm"] = median(told.norm for told in still)
+        first = sum(told.loss for told in still) / len(still)
+        worst = first + abs(first)  # for a loss that is not finite, too: what is beyond counts as no worse
+        losses: dict[int, float] = {}
+        power: int | None = 0
+        while power is not None and len(losses) < RATES:
+            told = clients.rehearse(Work(rate=clients.constant(self.lr * 2.0**power), clip=self.limit())).values()
+            losses[power] = sum(one.loss if one.loss < worst else worst for one in told) / len(told) if told else worst
+            power = meanfield.next_rate(losses, first)
+        self.state["rate"] = self.lr * 2 ** meanfield.best_power(losses)
 
-    def limit(self, clients: Clients) -> float:
-        """For the norm of a mini-batch gradient; none while there is nothing to compare it with. A few that are far longer than the
-        others do most of the harm that too high a rate does."""
-        if not clients.open:
-            return 0.0
-        return CLIP * self.state["norm"] or math.inf
+    def limit(self) -> float:
+        """For the norm of a mini-batch gradient: what was usual at the start. Where gradients grow, as those of deep networks do, a rate
+        that was right for short ones would be too high; what counts then is the length of a step."""
+        return CLIP * float(self.state["norm"])
 
     def plan(self, clients: Clients) -> Work:
         """Theorem 1 around the path that the average client is about to take: φ2[k] = w̄ - η_ref k S φ1. The deviation is measured
@@ -106,9 +97,9 @@ class FedAgg(Algorithm):
         own, phi1, steps, epochs = self.own_share(), self.state["phi1"], clients.reach, clients.epochs
         pace, norm2 = self.state["rate"] / own, float(phi1.double().square().sum())
         if not norm2:
-            return Work(rate=clients.constant(pace), clip=self.limit(clients))
+            return Work(rate=clients.constant(pace), clip=self.limit())
         mix = torch.full((epochs, 1), 1.0 - own)
-        flat = Work(clients.constant(pace), own=own, field=phi1[None], mix=mix, behind=self.state["back"], clip=self.limit(clients))
+        flat = Work(clients.constant(pace), own=own, field=phi1[None], mix=mix, behind=self.state["back"], clip=self.limit())
         if not self.theorem:
             return flat
         ahead = torch.arange(1, epochs + 1, dtype=torch.float64).flip(0).cumsum(0).flip(0)  # Σ_{k>p} k
@@ -118,7 +109,7 @@ class FedAgg(Algorithm):
 
     def round(self, model: Model, clients: Clients) -> Model:
         self.departure, usual = math.nan, clients.yardstick.length
-        if self.state["searches"] < SEARCHES:
+        if not self.state["rate"]:
             self.search(clients)
         try:
             out = clients.train(self.plan(clients))
@@ -156,7 +147,6 @@ class FedAgg(Algorithm):
         now = meanfield.agreement(float(gradient.double().square().sum()), float(own2.mean()) / own**2, len(out.clients))
         before = self.state["agreement"] if self.state["known"] else now
         self.state |= {"agreement": MEMORY * before + (1 - MEMORY) * now, "phi1": fresh, "known": self.state["known"] + 1}
-        self.state["norm"] = max(self.state["norm"], float(out.norm.median()))
 
     def look_back(self, out: Outcome) -> None:
         """How did the last step change the loss, on the samples at hand?"""

@@ -42,5 +42,5 @@ def broken(out: Outcome) -> bool:
 def blown_up(clients: Clients) -> bool:
     """Did many clients blow up in training: left out, with a loss to match? One that was left out with a usual loss trained well;
     its answer was spoilt on the way, and that says nothing about the model."""
-    lost = [c for c, (first, loss) in clients.reported.items() if c in clients.left_out and not loss < worse(first)]
+    lost = [c for c, told in clients.reported.items() if c in clients.left_out and not told.loss < worse(told.first)]
     return len(lost) > LOST_SHARE * len(clients.reported)

@@ -65,7 +65,6 @@ class Engine(Protocol):
 
 
 TINY = 1e-12  # in place of a norm of nothing
-SEEN = 4.0  # times its limit: a longer gradient is not measured as longer, so that one alone cannot raise the mean without bound
 
 
 def within(limit: float | Tensor, norm: Tensor) -> Tensor:
@@ -88,7 +87,7 @@ class Stepper:
         """Measure the mini-batch gradient and bring it, in place, to the length that the work allows."""
         if self.limit is not None:
             norm = torch.linalg.vector_norm(g, dim=-1, keepdim=True)
-            self.norm += torch.minimum(norm, SEEN * self.limit)
+            self.norm += norm
             g *= within(self.limit, norm)
         return g
 
