@@ -20,11 +20,11 @@ from fedagg.meanfield import (
     MeanField,
     affine_rates,
     agreement,
-    best_rate,
+    best_power,
     bound_rates,
     gains,
     learning_rates,
-    look_further,
+    next_power,
     weight_ratio,
 )
 
@@ -233,33 +233,49 @@ def rand(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def log_losses(at: float, rates: list[float]) -> dict[float, float]:
-    """Losses that are a parabola of log₄ of the rate, lowest at `at`."""
-    return {rate: 1.0 + 0.1 * (math.log(rate / at, 4) ** 2) for rate in rates}
+def log_losses(at: float, powers: list[int]) -> dict[int, float]:
+    """Losses that are a parabola of the power of two, lowest at `at`."""
+    return {k: 1.0 + 0.1 * (k - at) ** 2 for k in powers}
 
 
-@pytest.mark.parametrize("at", [0.03, 0.04, 0.06, 0.1])
-def test_best_rate_is_the_lowest_point_of_the_parabola(at: float) -> None:
-    losses = log_losses(at, [0.16, 0.01, 0.64, 0.04])
-    assert best_rate(losses) == pytest.approx(at)
-    assert look_further(losses, 2.0) == 0
+@given(at=st.floats(-9, 9))
+def test_the_search_finds_the_lowest_point_of_a_parabola(at: float) -> None:
+    losses, tried = dict[int, float](), 0
+    power: int | None = 0
+    while power is not None:
+        assert power not in losses
+        losses |= log_losses(at, [power])
+        power, tried = next_power(losses, 20.0), tried + 1
+    assert best_power(losses, 20.0) == pytest.approx(at, abs=1e-6)
+    assert tried <= 6 + abs(at) / 2
 
 
 def test_the_best_rate_is_looked_for_beyond_the_end_that_is_best() -> None:
-    rates = [0.01 * 4**k for k in range(3)]
-    low, high = log_losses(1e-4, rates), log_losses(10.0, rates)
-    assert (best_rate(low), look_further(low, 9.0)) == (rates[0], -1)
-    assert (best_rate(high), look_further(high, 9.0)) == (rates[-1], 1)
+    low, high = log_losses(-9, [0, 2, 4]), log_losses(9, [0, 2, 4])
+    assert (best_power(low, 9.0), next_power(low, 9.0)) == (0, -2)
+    assert (best_power(high, 9.0), next_power(high, 9.0)) == (4, 6)
+    between = log_losses(2, [0, 2, 4])
+    assert next_power(between, 9.0) == 1
+    assert next_power(between | log_losses(2, [1]), 9.0) == 3
+    assert next_power(between | log_losses(2, [1, 3]), 9.0) is None
 
 
 def test_on_a_plateau_higher_rates_are_tried_until_one_does_harm() -> None:
     """A hundredth of the first loss, 2, is what counts: 0.02."""
     for gain, clear in ((0.019, False), (0.021, True)):
-        losses = {0.01: 2.0, 0.04: 2.0 - gain, 0.16: 2.0}
-        assert gains(2.0 - gain, 2.0) == clear
-        assert look_further(losses, 2.0) == (0 if clear else 1)
-        assert look_further(losses | {0.64: 2.019}, 2.0) == (0 if clear else 1)
-        assert look_further(losses | {0.64: 2.021}, 2.0) == 0
+        losses = {0: 2.0, 1: 2.0, 2: 2.0 - gain, 3: 2.0, 4: 2.0}
+        assert gains(losses, 2.0) == clear
+        assert next_power(losses, 2.0) == (None if clear else 6)
+        assert next_power(losses | {6: 2.019}, 2.0) == (None if clear else 8)
+        assert next_power(losses | {6: 2.021}, 2.0) is None
     # All harm: down it goes. Losses may be negative.
-    assert look_further({0.01: 3.0, 0.04: 4.0}, 2.0) == -1
-    assert look_further({0.01: -1.0, 0.04: 0.0}, -2.0) == -1
+    assert next_power({0: 3.0, 2: 4.0}, 2.0) == -2
+    assert next_power({0: -1.0, 2: 0.0}, -2.0) == -2
+
+
+def test_on_a_plateau_the_highest_rate_that_does_no_harm_is_taken() -> None:
+    """By hand: the loss is 2 again a quarter of the way from 1.99 at 2 to 2.03 at 4. With a clear gain it is the parabola's lowest
+    point instead, and where all do harm the least one."""
+    assert best_power({0: 1.985, 1: 1.99, 2: 1.99, 4: 2.03}, 2.0) == pytest.approx(2.5)
+    assert best_power({0: 1.9, 1: 1.8, 2: 1.9, 4: 2.03}, 2.0) == 1
+    assert best_power({-2: 2.1, 0: 2.2, 2: 2.3}, 2.0) == -2

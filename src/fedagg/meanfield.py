@@ -127,27 +127,38 @@ def departure(norm2: Tensor, along: Tensor, gram: Tensor, model: Tensor) -> floa
     return float((gap2.clamp_min(0.0) / norm2.clamp_min(1e-30)).sqrt().mean())
 
 
-def next_rate(losses: dict[int, float], first: float) -> int | None:
-    """Which rate to try next, if the best is not yet found. Rates are powers of two, of which a client at loss `first` has tried some,
-    with these losses. First every other one, outwards, until the best lies between two worse ones; then its two neighbours. Where
-    none gains anything, as on a plateau, the way is upwards, until a rate does harm."""
-    low, high, best = min(losses), max(losses), min(losses, key=lambda k: losses[k])
-    lost = max(first - losses[best], losses[high] - first) <= PLATEAU * abs(first)
-    if best == high or lost:
+def gains(losses: dict[int, float], first: float) -> bool:
+    """Does one of these losses take more than the share `PLATEAU` off the first one?"""
+    return first - min(losses.values()) > PLATEAU * abs(first)
+
+
+def next_power(losses: dict[int, float], first: float) -> int | None:
+    """Which rate to try next, if the best is not yet found. Rates are powers of two, of which clients at loss `first` have tried
+    some, with these losses. First every other one, outwards, until the best lies between two worse ones; then its two neighbours.
+    Where none gains anything, as on a plateau, the way is upwards, until a rate does harm."""
+    low, high, best = min(losses), max(losses), min(sorted(losses), key=lambda k: losses[k])
+    harmless = losses[high] - first <= PLATEAU * abs(first)
+    if best == low and losses[low] > first:
+        return low - 2
+    if best == high or (harmless and not gains(losses, first)):
         return high + 2
     if best == low:
         return low - 2
     return next((k for k in (best - 1, best + 1) if k not in losses), None)
 
 
-def best_power(losses: dict[int, float]) -> float:
-    """The power of two of the lowest loss: the lowest point of the parabola through the best and its neighbours, if they were tried."""
-    best = min(losses, key=lambda k: losses[k])
+def best_power(losses: dict[int, float], first: float) -> float:
+    """The power of two of the best rate: the lowest point of the parabola through the lowest loss and its neighbours, if they were
+    tried. On a plateau, where losses tell nothing but which rates do harm, it is the highest that does none."""
+    best = min(sorted(losses), key=lambda k: losses[k])
+    above = min((k for k in losses if k > best and losses[k] > first), default=None)
+    if not gains(losses, first) and above is not None and losses[best] <= first:
+        below = max(k for k in losses if k < above)
+        return below + (above - below) * (first - losses[below]) / (losses[above] - losses[below])
     if not {best - 1, best + 1} <= losses.keys():
         return best
-    below, above = losses[best - 1], losses[best + 1]
-    bend = below - 2 * losses[best] + above
-    return best + (0.5 * (below - above) / bend if bend else 0.0)
+    less, more = losses[best - 1] - losses[best], losses[best + 1] - losses[best]
+    return best + (0.5 * (less - more) / (less + more) if less + more else 0.0)
 
 
 @dataclass(frozen=True)

@@ -68,14 +68,16 @@ class FedAgg(Algorithm):
 
     def search(self, clients: Clients) -> None:
         """The own rate by trial: all participants train at one rate after another, and nothing else comes of it. Where clients do
-        not tell how their losses fell, the base rate stands."""
+        not tell how their losses fell, the base rate stands, and gradients have no limit."""
         self.state["rate"] = self.lr
-        if self.pace == "base" or not clients.open:
+        if not clients.open:
             return
         still = clients.rehearse(Work(rate=clients.constant(0.0), clip=math.inf)).values()
         if not any(told.first for told in still):  # nobody answers, or nobody says a word
             return
         self.state["norm"] = median(told.norm for told in still)
+        if self.pace == "base":
+            return
         first = sum(told.loss for told in still) / len(still)
         worst = first + abs(first)  # for a loss that is not finite, too: what is beyond counts as no worse
         losses: dict[int, float] = {}
@@ -83,12 +85,12 @@ class FedAgg(Algorithm):
         while power is not None and len(losses) < RATES:
             told = clients.rehearse(Work(rate=clients.constant(self.lr * 2.0**power), clip=self.limit())).values()
             losses[power] = sum(one.loss if one.loss < worst else worst for one in told) / len(told) if told else worst
-            power = meanfield.next_rate(losses, first)
-        self.state["rate"] = self.lr * 2 ** meanfield.best_power(losses)
+            power = meanfield.next_power(losses, first)
+        self.state["rate"] = self.lr * 2 ** meanfield.best_power(losses, first)
 
     def limit(self) -> float:
-        """For the norm of a mini-batch gradient: what was usual at the start. Where gradients grow, as those of deep networks do, a rate
-        that was right for short ones would be too high; what counts then is the length of a step."""
+        """For the norm of a mini-batch gradient: what was usual at the start. Where gradients grow later, as those of convolutional
+        networks do, a rate that was right for short ones would be too high."""
         return CLIP * float(self.state["norm"])
 
     def plan(self, clients: Clients) -> Work:
