@@ -11,6 +11,8 @@ from types import ModuleType
 import pytest
 import torch
 
+import fedagg
+
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
 
 
@@ -81,3 +83,14 @@ def test_forms_are_timed_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     name, precision, plain, vmap, stacked, fused, ratio = row.strip("| ").split(" | ")
     assert (name, precision, fused, ratio) == ("linear", "tf32", "-", "-")
     assert all(0 < float(seconds) < 60 for seconds in (plain, vmap, stacked))
+
+
+def test_the_study_of_the_default_knows_its_constants(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    study = load("fedagg_study")
+    short = {"preset": "mnist-linear", "rounds": 1, "epochs": 1}
+    mini = fedagg.data.load("mnist-mini")
+    monkeypatch.setattr(study, "CELLS", {"small": short})
+    monkeypatch.setattr(study.data, "load", lambda name: mini)
+    study.main(["small"], [5])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[35:69].strip() for line in lines] == list(study.CANDIDATES)

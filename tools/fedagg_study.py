@@ -22,6 +22,15 @@ CELLS: dict[str, dict[str, Any]] = {
     "mnist-cnn-shards": {"preset": "mnist-cnn", "partition": "shards"},
     "cifar10-cnn-iid": {"preset": "cifar10-cnn", "partition": "iid"},
     "cifar10-cnn-dir06": {"preset": "cifar10-cnn", "partition": "dirichlet", "sigma": 0.6},
+    "cifar10-cnn-dir01": {"preset": "cifar10-cnn", "partition": "dirichlet", "sigma": 0.1},
+    "cifar10-cnn-500": {
+        "preset": "cifar10-cnn",
+        "partition": "dirichlet",
+        "sigma": 0.6,
+        "clients": 500,
+        "participation": 0.02,
+        "rounds": 200,
+    },
     "mnist-linear-iid": {"preset": "mnist-linear", "partition": "iid"},
     "mnist-linear-shards": {"preset": "mnist-linear", "partition": "shards"},
     "mnist-linear-shards-10-epochs": {"preset": "mnist-linear", "partition": "shards", "epochs": 10},
@@ -30,13 +39,15 @@ CELLS: dict[str, dict[str, Any]] = {
 # Constants of the algorithm in capitals, settings of a run in small letters.
 CANDIDATES: dict[str, dict[str, Any]] = {
     "the default": {},
-    "no ceiling by steps": {"ROUND_TRAVEL": 1e9},
-    "ROUND_TRAVEL 8": {"ROUND_TRAVEL": 8.0},
-    "ROUND_TRAVEL 32, PACE_CEILING 0.6": {"ROUND_TRAVEL": 32.0, "PACE_CEILING": 0.6},
-    "PACE_PER_OWN 1": {"PACE_PER_OWN": 1.0},
+    "base rate 0.001": {"lr": 0.001},
+    "base rate 1": {"lr": 1.0},
+    "CLIP 2": {"CLIP": 2.0},
     "LEAST_OWN 0.2": {"LEAST_OWN": 0.2},
+    "MEMORY 0.85": {"MEMORY": 0.85},
+    "TAIL 6": {"TAIL": 6.0},
     "alpha 0.5": {"alpha": 0.5},
-    "distance pace": {"pace": "distance"},
+    "flat rates": {"theorem": False},
+    "own gradient alone": {"direction": "local"},
 }
 
 
