@@ -156,8 +156,8 @@ def test_choosing_a_setting_and_what_to_count_by(opened: Opened) -> None:
     opened.page.select_option("#group", value="1")
     assert opened.traces("chart-accuracy")[0]["y"] != first
     opened.page.select_option("#progress", value="work")
-    # 5 clients with 600 samples, 2 epochs, a round; in the first FedAgg has them train four times more, to try rates.
-    assert opened.traces("chart-accuracy")[0]["x"] == [30000, 36000, 42000, 48000]
+    # 5 clients with 600 samples, 2 epochs, a round; in the first FedAgg has them train seven times more, to try rates.
+    assert opened.traces("chart-accuracy")[0]["x"] == [48000, 54000, 60000, 66000]
     opened.page.select_option("#rate-epoch", index=1)
     assert "Shown: epoch 2." in opened.page.locator("#chart-rate-map").get_attribute("aria-label")
     for choice in ("#group", "#progress", "#rate-epoch"):

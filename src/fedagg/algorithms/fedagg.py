@@ -28,6 +28,7 @@ from fedagg.flat import Layout, Model
 from fedagg.work import Work
 
 LEAST_OWN = 0.1  # λ never falls below: a client that ignored its own gradient would teach the server nothing
+STILL = 0.001  # of the base rate: clients that hardly move tell how things are at the start
 RATES = 14  # that are tried at most before the first round
 TAIL = 3.0  # later models weigh more in the average of the path: the η of Shamir and Zhang
 CLIP = 1.0  # a mini-batch gradient counts as no longer than so many times the usual norm at the start
@@ -70,14 +71,12 @@ class FedAgg(Algorithm):
         """The own rate by trial: all participants train at one rate after another, and nothing else comes of it. Where clients do
         not tell how their losses fell, the base rate stands, and gradients have no limit."""
         self.state["rate"] = self.lr
-        if not clients.open:
+        if self.pace == "base" or not clients.open:
             return
-        still = clients.rehearse(Work(rate=clients.constant(0.0), clip=math.inf)).values()
+        still = clients.rehearse(Work(rate=clients.constant(STILL * self.lr), clip=math.inf)).values()
         if not any(told.first for told in still):  # nobody answers, or nobody says a word
             return
         self.state["norm"] = median(told.norm for told in still)
-        if self.pace == "base":
-            return
         first = sum(told.loss for told in still) / len(still)
         worst = first + abs(first)  # for a loss that is not finite, too: what is beyond counts as no worse
         losses: dict[int, float] = {}
