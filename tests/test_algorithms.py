@@ -762,4 +762,4 @@ def test_methods_that_read_gradients_off_displacements_train_with_momentum(algor
     settings: dict[str, Any] = {"clients": 10, "participation": 1.0, "partition": "shards", "rounds": 8, "epochs": 2}
     result = fedagg.run(algorithm=algorithm, momentum=0.9, engine="batched", device="cpu", **settings)
     assert result.accuracy > 0.8
-    assert result.loss < 2.5
+    assert result.loss < 3.5
