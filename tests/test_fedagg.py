@@ -129,6 +129,19 @@ def test_what_blew_up_counts_as_twice_the_first_loss(first: float, low: float, b
     assert found(started(lr=0.01), federation_of(2, engine=Given())) == pytest.approx(expected)
 
 
+def test_a_client_without_a_number_does_not_spoil_the_search() -> None:
+    class Spoilt(Quadratic):
+        def run(self, model: Model, work: Work, jobs: list[Job], memory: Any) -> Any:
+            for chunk in super().run(model, work, jobs, memory):
+                if chunk.jobs[0].client == 0:
+                    chunk.loss, chunk.norm = torch.tensor([math.nan]), torch.tensor([math.inf])
+                yield chunk
+
+    method = started(lr=0.01)
+    assert 0.6 < found(method, federation_of(10, engine=Spoilt())) / (1 / BEND) < 1.5
+    assert method.limit() == pytest.approx(10.5 * BEND, rel=1e-3)
+
+
 def test_on_a_plateau_the_highest_rate_without_harm_is_taken() -> None:
     class Plateau(Quadratic):
         """No rate does anything but harm, from 0.5 on."""

@@ -73,7 +73,8 @@ class FedAgg(Algorithm):
         self.state["rate"] = self.lr
         if self.pace == "base" or not clients.open:
             return
-        still = clients.rehearse(Work(rate=clients.constant(STILL * self.lr), clip=math.inf)).values()
+        answers = clients.rehearse(Work(rate=clients.constant(STILL * self.lr), clip=math.inf)).values()
+        still = [told for told in answers if math.isfinite(told.loss) and math.isfinite(told.norm)]
         if not any(told.first for told in still):  # nobody answers, or nobody says a word
             return
         self.state["norm"] = median(told.norm for told in still)
