@@ -2,7 +2,8 @@ r"""FedAgg, the default version: FedAvg's local work and FedAvg's uplink, and no
 
 Clients step along a mix of their own gradient and the aggregated one (Eq. 9 between its two ends). Two measurements set how far:
 
-- the clients' own rate: before the first round all of them try some rates, and the one that lowers their loss most is taken;
+- the clients' own rate: before the first round all of them try some rates, and the one that lowers their loss most is taken. No
+  gradient counts as longer than gradients were then;
 - λ, their own share of the step, from how far their gradients agree. The pace of the federation is the own rate over λ, so that a
   client's own gradient always counts the same, and the less clients agree, the longer they go on along what they have in common.
 
