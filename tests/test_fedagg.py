@@ -139,7 +139,7 @@ def test_a_client_without_a_number_does_not_spoil_the_search() -> None:
 
     method = started(lr=0.01)
     assert 0.6 < found(method, federation_of(10, engine=Spoilt())) / (1 / BEND) < 1.5
-    assert method.limit() == pytest.approx(10.5 * BEND, rel=1e-3)
+    assert method.state["norm"] == pytest.approx(10.5 * BEND, rel=1e-3)
 
 
 def test_on_a_plateau_the_highest_rate_without_harm_is_taken() -> None:
@@ -274,7 +274,7 @@ def test_gradients_are_no_longer_than_at_the_start() -> None:
     train = clients.train
     clients.train = lambda work: (limits.append(work.clip), train(work))[1]  # type: ignore[method-assign]
     method.round(Model(torch.zeros(1), torch.zeros(0)), clients)
-    assert method.limit() == pytest.approx(10.5 * BEND, rel=1e-3)
+    assert method.state["norm"] == pytest.approx(10.5 * BEND, rel=1e-3)
     assert limits == [math.inf] + [method.limit()] * (len(limits) - 1)
 
 
@@ -308,6 +308,29 @@ def test_where_gradients_only_fall_the_limit_changes_nothing(monkeypatch: pytest
             model = method.round(model, federation_of(1, model.w, t=t))
         ends.append(model.w)
     assert torch.equal(*ends)
+
+
+# --- weight decay without a unit --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("travel", "norm", "pull"),
+    [
+        ((2.0, 4.0), (1.0, 3.0), 0.003 * (2 + 4 * 1.5) / 2),  # the limit is 1.5
+        ((2.0, 4.0), (math.nan, -1.0), 0.0),  # nonsense pulls nobody
+        ((2.0, 4.0), (math.inf, 1.0), 0.003 * (2 * 1.5 + 4) / 2),
+        ((1e9, 1e9), (1.0, 1.0), 5.0),  # not beyond zero
+    ],
+)
+def test_weights_are_drawn_back_by_a_share_of_the_way(travel: tuple[float, ...], norm: tuple[float, ...], pull: float) -> None:
+    method = started(2)
+    method.state["norm"] = 1.0
+    told = SimpleNamespace(travel=torch.tensor(travel).double(), norm=torch.tensor(norm).double())
+    model = method.decayed(Model(torch.tensor([3.0, 4.0]), torch.ones(1)), told)  # type: ignore[arg-type]
+    torch.testing.assert_close(model.w, torch.tensor([3.0, 4.0]) * (1 - pull / 5))
+    assert torch.equal(model.buffers, torch.ones(1))
+    method.state["norm"] = 0.0  # clients that tell no norms
+    assert torch.equal(method.decayed(model, told).w, model.w)  # type: ignore[arg-type]
 
 
 # --- the guard --------------------------------------------------------------------------------------------------------
@@ -391,26 +414,36 @@ def test_a_broken_model_is_taken_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("trend", "swing", "known", "share"),
+    ("short", "long", "known", "share"),
     [
-        (-0.1, 0.1, 10, 1.0),  # every round lowers the loss
-        (0.0, 0.1, 13, 0.25),  # rounds undo each other: 4/(13 + 3)
-        (0.0, 0.1, 1, 1.0),
-        (-0.08, 0.1, 82, 0.4096),
-        (0.0, 0.0, 10, 1.0),  # nothing is known
+        (1.0, 1.0, 82, 1.0),  # every round lowers the loss
+        (1.0, 0.0, 82, 0.25),  # the last few do: no more than a quarter
+        (1.0, 0.8, 82, 0.4096),
+        (0.6, 0.0, 82, 0.1296),
+        (0.0, 0.0, 7, 0.4),  # rounds undo each other: 4/(7 + 3)
+        (0.0, 0.0, 97, 0.04),
+        (0.0, 0.0, 1, 1.0),
     ],
 )
-def test_the_model_that_is_shown(trend: float, swing: float, known: int, share: float) -> None:
+def test_the_model_that_is_shown(short: float, long: float, known: int, share: float) -> None:
     method = started(1)
-    method.state |= {"trend": trend, "swing": swing, "known": known, "shown": torch.tensor([2.0])}
+    method.state |= {"trend": -0.1 * short, "swing": 0.1, "long trend": -0.2 * long, "long swing": 0.2}
+    method.state |= {"known": known, "shown": torch.tensor([2.0])}
     model = Model(torch.tensor([4.0]), torch.zeros(0))
     method.average(model)
     assert float(method.reported(model).w) == pytest.approx(2.0 + share * 2.0)
 
 
+def test_while_nothing_is_known_the_last_model_is_shown() -> None:
+    method = started(1)
+    method.state["known"] = 50
+    method.average(Model(torch.tensor([4.0]), torch.zeros(0)))
+    assert float(method.state["shown"]) == 4.0
+
+
 def test_losses_that_alternate_have_no_trend() -> None:
-    """By hand: 0.3 · 0.1 = 0.03, then 0.7 · 0.03 ∓ 0.03."""
-    for second, trend in ((0.1, -0.009), (-0.1, 0.051)):
+    """By hand: 0.3 · 0.1 = 0.03, then 0.7 · 0.03 ∓ 0.03; in the long run 0.15 · 0.1 = 0.015, then 0.85 · 0.015 ∓ 0.015."""
+    for second, trend, longer in ((0.1, -0.009, -0.00225), (-0.1, 0.051, 0.02775)):
         method = started(1)
         for fall in (-0.1, second):
             rise = torch.full((4,), -fall).double()
@@ -418,6 +451,8 @@ def test_losses_that_alternate_have_no_trend() -> None:
             method.look_back(told)  # type: ignore[arg-type]
         assert method.state["trend"] == pytest.approx(trend)
         assert method.state["swing"] == pytest.approx(0.051)
+        assert method.state["long trend"] == pytest.approx(longer)
+        assert method.state["long swing"] == pytest.approx(0.02775)
 
 
 # --- what engines say of the last step --------------------------------------------------------------------------------

@@ -32,8 +32,11 @@ LEAST_OWN = 0.1  # λ never falls below: a client that ignored its own gradient 
 STILL = 0.001  # of the base rate: clients that hardly move tell how things are at the start
 RATES = 14  # that are tried at most before the first round
 TAIL = 3.0  # later models weigh more in the average of the path: the η of Shamir and Zhang
-CLIP = 1.0  # a mini-batch gradient counts as no longer than so many times the usual norm at the start
+STEADY = 0.25  # no round is more than this share of the average, unless the loss falls for longer
+CLIP = 1.5  # a mini-batch gradient counts as no longer than so many times the usual norm at the start
+DECAY = 0.003  # of the way that gradients went: so far weights are drawn back to zero
 MEMORY = 0.7  # of the agreement and of how rounds changed the loss, for earlier rounds
+LONG = 0.85  # the same of a longer memory, of how rounds changed the loss
 RATE_BAND = (0.1, 2.0)  # rates stay within these multiples of the pace
 KEPT = ("phi1", "known", "agreement", "back")  # what an undone round gives back
 
@@ -58,6 +61,8 @@ class FedAgg(Algorithm):
             "back": 0.0,  # the multiple of φ1 that leads back to the last model
             "trend": 0.0,  # the mean change of the loss in a round, and of its size
             "swing": 0.0,
+            "long trend": 0.0,  # the same over more rounds
+            "long swing": 0.0,
             "shown": model.w,  # the average of the path
         }
         self.keep(model, 0.0)
@@ -132,7 +137,7 @@ class FedAgg(Algorithm):
             self.look_back(out)
         self.learn(out)
         self.state["back"] = float(out.theta @ out.travel)
-        nxt = model.moved(out.mean, out.buffers)
+        nxt = self.decayed(model.moved(out.mean, out.buffers), out)
         self.average(nxt)
         return nxt
 
@@ -154,14 +159,27 @@ class FedAgg(Algorithm):
     def look_back(self, out: Outcome) -> None:
         """How did the last step change the loss, on the samples at hand?"""
         change = float((out.first - out.behind).mean())
-        for name, value in (("trend", change), ("swing", abs(change))):
-            self.state[name] = MEMORY * self.state[name] + (1 - MEMORY) * value
+        for which, memory in (("", MEMORY), ("long ", LONG)):
+            for name, value in (("trend", change), ("swing", abs(change))):
+                self.state[which + name] = memory * self.state[which + name] + (1 - memory) * value
+
+    def decayed(self, model: Model, out: Outcome) -> Model:
+        """Weight decay without a unit: the pull to zero is a share of the way that the clients' gradients went, each taken alone.
+        Weights grow where steps of the same length point anywhere, and the longer they are, the less a step changes."""
+        norm = out.norm.nan_to_num(0.0).clamp(0.0, self.limit())  # as a client says
+        pull = DECAY * float((out.travel * norm).mean())
+        length = float(torch.linalg.vector_norm(model.w))
+        return Model(model.w * (1.0 - pull / max(length, pull)), model.buffers) if pull else model
 
     def average(self, model: Model) -> None:
         """The average of the path, in which later models weigh more (Shamir, Zhang 2013, with η = 3). Where every round lowers the
-        loss, it is the last model; where rounds undo each other, as with few clients whose data differ, it is not."""
-        known, swing = self.state["known"], self.state["swing"]
-        share = max((TAIL + 1) / (TAIL + known), (self.state["trend"] / swing) ** 4 if swing else 1.0)
+        loss, it is the last model; where rounds undo each other, as with few clients whose data differ, it is not. A few rounds
+        may lower the loss by chance, so a short memory is believed up to a point."""
+        short, long = (
+            (self.state[which + "trend"] / self.state[which + "swing"]) ** 4 if self.state[which + "swing"] else 1.0
+            for which in ("", "long ")
+        )
+        share = max((TAIL + 1) / (TAIL + self.state["known"]), min(STEADY, short), long)
         self.state["shown"] = self.state["shown"] + share * (model.w - self.state["shown"])
 
     def reported(self, model: Model) -> Model:
