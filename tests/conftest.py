@@ -1,6 +1,7 @@
 """For all tests: without a GPU, the GPU's kernels are run by Triton's interpreter, which must be told before anybody imports it.
 And a shell that starts the tests in the background has them ignore Ctrl-C, which some are about."""
 
+import gc
 import os
 import signal
 
@@ -60,3 +61,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.name in SLOW:
             item.add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    """By now a worker has imported every test and what they import: a million objects that stay. A collection need not look at them
+    again, and there are many: a grid collects after every cell."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
