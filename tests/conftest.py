@@ -41,12 +41,16 @@ SLOW = {
         "bench",
         "bounds_run",
         "cli_partition",
+        "commands",
         "extras",
         "flower",
         "flower_cli",
+        "flower_pace",
         "flower_privacy",
         "flower_processes",
         "flower_ray",
+        "flower_scores",
+        "flower_tasks",
         "fused",
         "fuzz",
         "long_haul",
@@ -57,17 +61,20 @@ SLOW = {
         "report_browser",
         "reproduce",
         "resume",
+        "text_models",
         "tools",
         "trackers",
+        "tuned",
+        "tuning",
     ]
 }
 # Two workers take whole files, in this order: the longest first, or one of them ends up waiting for the other.
 LONGEST_FIRST = [
     f"test_{name}.py"
     for name in [
-        *("flower", "flower_processes", "flower_ray", "resume", "report_browser", "flower_privacy", "engines", "notebooks"),
-        *("reproduce", "seam", "plugins", "tuning", "faults", "docs", "fused", "every_combination", "watch", "tools", "trackers"),
-        *("real_data", "bench"),
+        *("flower_processes", "engines", "docs", "flower", "fused", "resume", "flower_ray", "reproduce", "report_browser"),
+        *("flower_privacy", "bench", "algorithms", "models", "report", "notebooks", "result", "faults", "rivals", "checkpoint"),
+        *("every_combination", "real_data", "cli", "tuning"),
     ]
 ]
 

@@ -58,6 +58,7 @@ def test_draws_are_even_and_by_seed() -> None:
     assert draw(3, 1000, 1, "crop").max() < 81
 
 
+@pytest.mark.slow
 def test_runs_with_it_differ_and_repeat() -> None:
     def weights(augment: str, engine: str = "auto") -> torch.Tensor:
         result = fedagg.run(model="lenet5", rounds=1, clients=60, participation=0.05, epochs=1, augment=augment, engine=engine)

@@ -353,6 +353,7 @@ def test_killed_at_every_single_operation_on_files(tmp_path: Path, monkeypatch: 
     assert kills > 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fedagg-rounded", "fedagg-paper", "scaffold", "feddyn-disk", "fedexp", "average"])
 def test_an_interrupt_in_the_middle_of_a_round_drops_the_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Ctrl-C while a client trains, and between a round's end and its booking (here: in the evaluation)."""

@@ -159,6 +159,7 @@ def test_compare_checks_every_method_before_it_writes(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [True, False])
 def test_compare_goes_on_where_it_was_stopped(
     named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -201,6 +202,7 @@ def test_compare_does_not_mix_settings(change: list[str], tmp_path: Path, capsys
     assert not (tmp_path / "fedadam").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
@@ -232,6 +234,7 @@ def test_compare_does_not_stumble_over_a_damaged_run(
     assert path.read_bytes() == good or name == "result.json"  # which has the seconds
 
 
+@pytest.mark.slow
 def test_compare_shows_what_a_finished_run_was_found_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = ("compare", "fedbabu", *TINY, "--model", "lenet5", "--rounds", "1", "--quiet", "--json", "--out", str(tmp_path))
     assert call(*line) == 0

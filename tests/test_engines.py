@@ -236,8 +236,9 @@ def test_only_written_layers_are_cut_into_stacks() -> None:
 # Terms are added to gradients, whatever network they come from: all of them on the plainest network of either form, on the others
 # one that is plain and one that is dealt out in chunks.
 KINDS = ["plain", "prox", "mixed", "per client", "memory", "mask", "trace"]
-PAIRS = [*((make, kind) for make in (chain, odd) for kind in KINDS), (normed, "plain"), (normed, "trace")]
-PAIRS += [(branched, "mixed"), (branched, "memory")]
+PAIRS = [*((make, kind) for make in (chain, odd) for kind in KINDS)]
+MORE = [(normed, "plain"), (normed, "trace"), (branched, "mixed"), (branched, "memory")]
+PAIRS += [pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE]
 
 
 @pytest.mark.parametrize(("make", "kind"), PAIRS)
@@ -577,6 +578,7 @@ def test_auto_says_what_it_picked() -> None:
     )  # a layer that is not written out, and it draws
 
 
+@pytest.mark.slow
 def test_same_seed_same_bytes(tmp_path: Path) -> None:
     for engine in ("auto", "batched", "sequential"):
         for name in "ab":

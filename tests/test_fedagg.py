@@ -286,6 +286,7 @@ class Bold(FedAgg):
         self.state["rate"] = self.lr
 
 
+@pytest.mark.slow
 def test_the_limit_saves_a_run_whose_rate_is_too_high(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for limit in (1.0, 1e9):

@@ -149,6 +149,7 @@ def test_listings_and_other_commands_know_it(own: Path, capsys: pytest.CaptureFi
     assert "own-split" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_grid_has_it_in_every_process(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("grid.toml").write_text(
         'title = "Own"\nkind = "table"\nmethods = ["own-method", "fedavg"]\nparticipation = [0.5]\n'
