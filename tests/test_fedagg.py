@@ -34,15 +34,16 @@ class Quadratic:
     """Client i has the loss ½ h (w - b_i)², b_i = 10, 10.5 or 11, and descends it in full steps."""
 
     note: str = "quadratic"
+    steps: int = STEPS
 
     def run(self, model: Model, work: Work, jobs: list[Job], memory: Any) -> Any:
         for job in jobs:
-            own, w, told, rates = work.of([job.position]), model.w.clone(), list[Tensor](), torch.zeros(1, EPOCHS)
+            own, w, told, rates = work.of([job.position]), model.w.clone(), list[Tensor](), torch.zeros(1, work.rate.shape[-1])
             goal, norms = 10.0 + 0.5 * (job.client % 3), list[Tensor]()
             for epoch in range(job.epochs):
                 rates[0, epoch] = rate = own.rates(epoch, w[None], model.w)[0]
                 shift = own.shift(epoch)
-                for _ in range(STEPS):
+                for _ in range(self.steps):
                     told.append(self.loss(w, goal))
                     g = BEND * (w - goal)
                     norms.append(g.abs())
@@ -59,7 +60,7 @@ class Quadratic:
                 behind=self.loss(model.w + work.behind * field, goal)[None],
                 norm=torch.stack(norms).mean()[None],
                 rates=rates,
-                steps=torch.tensor([STEPS * job.epochs]),
+                steps=torch.tensor([self.steps * job.epochs]),
             )
 
     def loss(self, w: Tensor, goal: float) -> Tensor:
@@ -72,7 +73,7 @@ def federation_of(count: int, w: Tensor | None = None, **more: Any) -> Clients:
         ids=list(range(count)),
         samples=lambda client: torch.arange(5 * STEPS),
         total=count,
-        local=ClientOptions(epochs=EPOCHS, batch_size=5),
+        local=more.pop("local", ClientOptions(epochs=EPOCHS, batch_size=5)),
         seed=0,
         model=Model(torch.zeros(1) if w is None else w, torch.zeros(0)),
         **{"t": 0, **more},
@@ -108,6 +109,35 @@ def test_the_rate_that_is_best_for_a_client_alone(count: int, base: float) -> No
     second = federation_of(count, t=1)
     method.round(Model(torch.zeros(1), torch.zeros(0)), second)
     assert second.passes == 1
+
+
+@pytest.mark.parametrize("base", [1e-4, 1e-2, 30.0])
+def test_clients_that_make_one_step_try_it_together(base: float) -> None:
+    """By hand: all start at 0, their mean gradient is -10.5 h, and a step of 1/h along it ends at 10.5, the best for all of them.
+    Twice as long a step is as far beyond as it was before it: the parabola through powers of two is a little low."""
+    alone = federation_of(3, engine=Quadratic(steps=1), local=ClientOptions(epochs=1, batch_size=10))
+    assert 0.6 < found(started(lr=base), alone) / (1 / BEND) < 1.5
+    assert alone.outcome is None
+    assert alone.downlink.error is None
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched"])
+def test_one_step_a_round_learns(engine: str) -> None:
+    job = {
+        "clients": 6,
+        "participation": 0.5,
+        "rounds": 12,
+        "epochs": 1,
+        "batch_size": 100,
+        "partition": "dirichlet",
+        "downlink_bits": 3,
+    }
+    rates = []
+    for base in (1e-4, 10.0):
+        run = fedagg.run(data=tiny.dataset(), model="linear", lr=base, engine=engine, **job)
+        rates.append(run.history[0]["own_rate"])
+        assert run.loss < 0.8 * run.history[0]["loss"]
+    assert rates[0] == pytest.approx(rates[1], rel=0.5)
 
 
 @pytest.mark.parametrize("lost", [math.nan, math.inf, 1e9, 4.0])

@@ -30,7 +30,9 @@ class Told(NamedTuple):
 
     first: float  # the loss before any step
     loss: float  # the mean over its training
+    behind: float  # of the first mini-batch, a way along the field; 0 where the work did not ask
     norm: float  # of its mini-batch gradients, the mean; 0 where the work did not ask
+    steps: float  # that it made
 
 
 class NoClients(Exception):
@@ -121,6 +123,7 @@ class Clients:
     bytes_down: int = 0
     samples_seen: int = 0
     outcome: Outcome | None = None
+    rehearsed: Outcome | None = None  # of the last rehearsal
 
     open: ClassVar[bool] = True  # does a client tell its own numbers, beside its update?
 
@@ -161,10 +164,12 @@ class Clients:
 
     def rehearse(self, work: Work) -> dict[int, Told]:
         """Let every participant do the work and tell how it went. Nothing else comes of it."""
-        left_out, length, outcome = dict(self.left_out), self.yardstick.length, self.outcome
+        left_out, length, outcome, error = dict(self.left_out), self.yardstick.length, self.outcome, self.downlink.error
+        self.outcome = None
         with suppress(NoClients):
             self.train(work)
-        self.left_out, self.yardstick.length, self.outcome = left_out, length, outcome
+        self.rehearsed = self.outcome
+        self.left_out, self.yardstick.length, self.outcome, self.downlink.error = left_out, length, outcome, error
         return self.reported
 
     def train(self, work: Work) -> Outcome:

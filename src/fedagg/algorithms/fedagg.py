@@ -86,11 +86,18 @@ class FedAgg(Algorithm):
         self.state["norm"] = median(told.norm for told in still)
         first = sum(told.loss for told in still) / len(still)
         worst = first + abs(first)  # for a loss that is not finite, too: what is beyond counts as no worse
+        # The loss of a client that makes one step is taken before it. There the step of all of them is tried.
+        common = clients.rehearsed.velocity if clients.rehearsed and max(told.steps for told in still) <= 1 else None
         losses: dict[int, float] = {}
         power: int | None = 0
         while power is not None and len(losses) < RATES:
-            told = clients.rehearse(Work(rate=clients.constant(self.lr * 2.0**power), clip=self.limit())).values()
-            losses[power] = sum(one.loss if one.loss < worst else worst for one in told) / len(told) if told else worst
+            rate = self.lr * 2.0**power
+            work = Work(rate=clients.constant(rate), clip=self.limit())
+            if common is not None:
+                work = replace(work, field=common[None], mix=torch.zeros(clients.epochs, 1), behind=rate)
+            answers = clients.rehearse(work).values()
+            told = [answer.loss if common is None else answer.behind for answer in answers]
+            losses[power] = sum(loss if loss < worst else worst for loss in told) / len(told) if told else worst
             power = meanfield.next_power(losses, first)
         self.state["rate"] = self.lr * 2 ** meanfield.best_power(losses, first)
 
