@@ -270,6 +270,8 @@ def test_on_a_plateau_higher_rates_are_tried_until_one_does_harm() -> None:
         assert next_power(losses | {6: 2.021}, 2.0) is None
     # All harm: down it goes. Losses may be negative.
     assert next_power({0: 3.0, 2: 4.0}, 2.0) == -2
+    assert next_power({0: 2.01}, 2.0) == 2  # a hundredth may be chance
+    assert next_power({0: 2.01, 2: 2.03}, 2.0) == -2
     assert next_power({0: -1.0, 2: 0.0}, -2.0) == -2
 
 
@@ -279,3 +281,5 @@ def test_on_a_plateau_the_highest_rate_that_does_no_harm_is_taken() -> None:
     assert best_power({0: 1.985, 1: 1.99, 2: 1.99, 4: 2.03}, 2.0) == pytest.approx(2.5)
     assert best_power({0: 1.9, 1: 1.8, 2: 1.9, 4: 2.03}, 2.0) == 1
     assert best_power({-2: 2.1, 0: 2.2, 2: 2.3}, 2.0) == -2
+    assert best_power({-2: 2.005, 0: 2.005, 2: 2.03}, 2.0) == -2
+    assert best_power(dict.fromkeys(range(0, 28, 2), 2.0), 2.0) == 0  # losses that tell nothing

@@ -138,7 +138,7 @@ def next_power(losses: dict[int, float], first: float) -> int | None:
     Where none gains anything, as on a plateau, the way is upwards, until a rate does harm."""
     low, high, best = min(losses), max(losses), min(sorted(losses), key=lambda k: losses[k])
     harmless = losses[high] - first <= PLATEAU * abs(first)
-    if best == low and losses[low] > first:
+    if best == low and losses[low] - first > PLATEAU * abs(first):
         return low - 2
     if best == high or (harmless and not gains(losses, first)):
         return high + 2

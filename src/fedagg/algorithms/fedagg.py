@@ -86,8 +86,8 @@ class FedAgg(Algorithm):
         self.state["norm"] = median(told.norm for told in still)
         first = sum(told.loss for told in still) / len(still)
         worst = first + abs(first)  # for a loss that is not finite, too: what is beyond counts as no worse
-        # The loss of a client that makes one step is taken before it. There the step of all of them is tried.
-        common = clients.rehearsed.velocity if clients.rehearsed and max(told.steps for told in still) <= 1 else None
+        # The loss of a client that makes one step is taken before it. Where most do, the step of all of them is tried.
+        common = clients.rehearsed.velocity if clients.rehearsed and median(told.steps for told in still) <= 1 else None
         losses: dict[int, float] = {}
         power: int | None = 0
         while power is not None and len(losses) < RATES:
