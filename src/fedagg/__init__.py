@@ -39,7 +39,7 @@ HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Names and modules are imported when they are first used: `import fedagg` alone does not load torch."""
+    """Import names and modules on first use, so that `import fedagg` alone does not load torch."""
     if name in HOMES:
         value = getattr(importlib.import_module(f"fedagg.{HOMES[name]}"), name)
     elif not name.startswith("_") and importlib.util.find_spec(f"fedagg.{name}") is not None:

@@ -1,7 +1,7 @@
-"""Low-rank adapters: a network of the user's stays as it is, and clients train small matrices beside its linear layers.
+"""Low-rank adapters: the user's network stays frozen, and clients train small matrices beside its linear layers.
 
-Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (ICLR 2022). What is frozen does not travel: a run's vectors, its
-bytes and its checkpoints are those of the adapters.
+Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (ICLR 2022). Frozen weights are not sent: a run's vectors, bytes
+and checkpoints cover only the adapters.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedagg.errors import SettingError, unknown
 
 
 class LowRank(nn.Module):
-    """A linear layer that stays as it is, and what is learnt beside it: y = W x + c + (alpha / rank) B A x, with B = 0 at first."""
+    """A frozen linear layer with a trainable low-rank term: y = W x + c + (alpha / rank) B A x, with B = 0 at first."""
 
     def __init__(self, base: nn.Module, rank: int, alpha: float) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class LowRank(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """W + (alpha / rank) B A, as the layer has it: for those who look at the weight instead of calling the layer."""
+        """W + (alpha / rank) B A in the layer's own orientation, for code that reads the weight instead of calling the layer."""
         weight: Tensor = self.base.weight  # type: ignore[assignment]
         learnt = self.scale * (self.b @ self.a)
         return weight + (learnt.mT if self.turned else learnt).to(weight.dtype)
@@ -48,14 +48,14 @@ class LowRank(nn.Module):
         return self.base.bias  # type: ignore[return-value]
 
     def merged(self) -> nn.Module:
-        """The layer with what was learnt in its weight."""
+        """The original layer, with the learnt term added to its weight."""
         with torch.no_grad():
             self.base.weight.copy_(self.weight)  # type: ignore[operator]
         return self.base
 
 
 class Adapted(nn.Module):
-    """A frozen network with adapters. Its state is what is trained and no more, and of outputs with logits it gives the logits."""
+    """A frozen network with adapters. Its state holds only what is trained. If outputs have logits, it returns the logits."""
 
     frozen_buffers = True
 
@@ -73,7 +73,7 @@ class Adapted(nn.Module):
         super().train(mode)
         for part in self.modules():
             if isinstance(part, _NormBase):
-                part.eval()  # running statistics are frozen with the rest
+                part.eval()  # running statistics are frozen too
         return self
 
 
@@ -84,7 +84,7 @@ def only_trained(module: nn.Module, state: dict[str, Any], prefix: str, metadata
 
 
 def without_frozen(module: nn.Module, keys: Any) -> None:
-    """What is frozen is not missed in a state that is loaded."""
+    """Do not report frozen entries as missing when a state is loaded."""
     every = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     frozen = tuple(name for name, value in every if not value.requires_grad)
     keys.missing_keys[:] = [key for key in keys.missing_keys if not key.endswith(frozen)]
@@ -99,16 +99,16 @@ def lora(
     train: str | Sequence[str] = (),
     seed: int = 0,
 ) -> Adapted:
-    """A copy of a network in which only low-rank adapters are trained. At first it does what the network does.
+    """A copy of a network in which only low-rank adapters are trained. At first it computes the same as the network.
 
     Args:
         module: your network. It may come from `transformers`, and its frozen weights may be of any type.
         rank: columns of B and rows of A.
-        targets: the linear layers that get an adapter, by name (`encoder.fc1`) or the end of one (`q_proj`); without any, all but
-            those that share their weights with another layer.
-        alpha: what is learnt counts alpha / rank; by default once.
-        train: modules that are trained whole, by name or the end of one, such as a new head.
-        seed: of the initial A. No random state outside this call is read or changed.
+        targets: the linear layers that get an adapter, by name (`encoder.fc1`) or the end of a name (`q_proj`); by default all
+            except those that share their weights with another layer.
+        alpha: the learnt term is multiplied by alpha / rank; by default this factor is 1.
+        train: modules that are trained in full, such as a new head, by name or the end of a name.
+        seed: for the initial A. No random state outside this call is read or changed.
     """
     if not isinstance(module, nn.Module):
         raise SettingError("module", type(module).__name__, "give a torch module")
@@ -141,7 +141,7 @@ def lora(
 
 
 def merge_lora(module: nn.Module) -> nn.Module:
-    """A copy of the network that `lora` was given, with all that was learnt in its own weights: to keep, to share or to export."""
+    """A copy of the network that `lora` was given, with the adapters merged into its weights: to keep, share or export."""
     if not isinstance(module, Adapted):
         raise SettingError("module", type(module).__name__, "give what fedagg.lora made, or a run's result.model of it")
     adapted = copy.deepcopy(module)
@@ -152,7 +152,7 @@ def merge_lora(module: nn.Module) -> nn.Module:
 
 
 def linear(layer: nn.Module) -> bool:
-    """A linear layer, or the one of GPT-2 in `transformers`, which keeps its weight the other way round."""
+    """Is this a linear layer? The one of GPT-2 in `transformers`, which stores its weight transposed, counts too."""
     return isinstance(layer, nn.Linear) or (type(layer).__name__ == "Conv1D" and hasattr(layer, "nf"))
 
 
@@ -165,6 +165,6 @@ def chosen(setting: str, names: str | Sequence[str], among: dict[str, nn.Module]
 
 
 def replace(adapted: Adapted, name: str, layer: nn.Module) -> None:
-    """Put a layer into the network, under the name it has there; "" is the network itself."""
+    """Replace the layer of this name in the network; "" is the network itself."""
     parent, _, child = f"network.{name}".rstrip(".").rpartition(".")
     setattr(adapted.get_submodule(parent), child, layer)

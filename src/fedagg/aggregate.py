@@ -1,4 +1,4 @@
-"""How the server combines what the clients bring home, and whom it leaves out."""
+"""How the server combines the clients' updates, and which clients it leaves out."""
 
 from __future__ import annotations
 
@@ -12,20 +12,18 @@ from torch import Tensor
 
 from fedagg.errors import unknown
 
-OUTLIER_OCTAVES = 3  # a client that moved over 8 to 16 times the median per step is left out
+OUTLIER_OCTAVES = 3  # a client is left out if it moved more than 8 to 16 times the median per step
 FAR = "moved absurdly far"
-STILL = 1e-9  # no length of a step: the client did not move
+STILL = 1e-9  # a step this short counts as none: the client did not move
 
 
 def judge(lengths: Sequence[float], fits: Sequence[bool], yardstick: float = 0.0, drop: bool = True) -> list[str | None]:
-    """Why each client is left out, from how far it moved per step and whether its reply has the model's size; None
-    for those that count.
+    """Why each client is left out; None for those that count. Judged by the distance moved per step and by the reply's size.
 
-    A reply of another size and a length that is not finite speak for themselves. Beyond that, where outliers are to be
-    dropped, the median of those that moved at all is the yardstick (the lower one of two, for the absurd ones are
-    long), in whole octaves, so that sums kept by octave (`Octaves`) can be judged after the fact. Near convergence that
-    median goes to zero while an honest client may still have a way to go: what was usual in earlier rounds,
-    `yardstick`, is never absurd."""
+    A reply of the wrong size or a length that is not finite is always left out. If outliers are to be dropped, the yardstick is
+    the median of the clients that moved at all (the lower of two middle values, because outliers are long). It is measured in
+    whole octaves, so that sums kept by octave (`Octaves`) can be judged afterwards. Near convergence this median goes to zero
+    while an honest client may still have far to go, so lengths that were usual before, `yardstick`, are never outliers."""
     sound = sorted(octave(v) for v, fit in zip(lengths, fits, strict=True) if fit and STILL < v < math.inf)
     middle = max(sound[(len(sound) - 1) // 2] if sound else 0, octave(yardstick))
     causes: list[str | None] = []
@@ -54,8 +52,8 @@ def octave(length: float) -> int:
 class Combiner(Protocol):
     """Takes rows (n, d) as they come; afterwards gives the weighted sum for each set of weights.
 
-    `weights` (k, n) say how much a row counts, `scale` (n,) what it is multiplied by: to a mean the two are the same,
-    to a median they are not. A row whose length is not finite is never looked at."""
+    `weights` (k, n) say how much a row counts, `scale` (n,) what it is multiplied by: for a mean this is the same, for a median
+    it is not. A row whose length is not finite is ignored."""
 
     def add(self, rows: Tensor, weights: Tensor, lengths: Sequence[float], scale: Tensor | None = None) -> None: ...
 
@@ -66,8 +64,8 @@ class Combiner(Protocol):
 class Octaves:
     """Weighted sums (k, d), kept apart by octave of the client's length.
 
-    Whether a client is an outlier is known only when all have answered. Keeping every update until then would cost a
-    model a client; an octave costs a model, and honest clients share two or three."""
+    Outliers are known only when all clients have answered. Keeping every update until then would cost one model per client. This
+    costs one model per octave, and honest clients share two or three octaves."""
 
     sums: dict[int, Tensor] = field(default_factory=dict)
     octaves: list[int | None] = field(default_factory=list)
@@ -92,10 +90,10 @@ class Octaves:
 
 @dataclass
 class Robust:
-    """Robust combinations look at all clients together, so they hold every update of the round.
+    """Robust rules look at all clients together, so every update of the round is held in memory.
 
-    Where all clients agree, every rule gives what they agree on. The median and the trimmed mean give each client one
-    vote; clipping keeps the weights."""
+    Where all clients agree, every rule returns their common update. The median and the trimmed mean give each client one vote;
+    clipping keeps the weights."""
 
     rule: str
     trim: float = 0.2

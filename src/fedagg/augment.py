@@ -1,7 +1,7 @@
-"""Images a little different every time a client trains on them: shifted by up to four pixels, mirrored or not.
+"""Data augmentation: images are shifted by up to four pixels and perhaps mirrored, anew each time a client trains on them.
 
-What happens to a sample is one number, drawn by the client's seed beside its batch order, so that every engine makes the same
-image of it, wherever the client runs.
+Each sample's change is one number, drawn from the client's seed together with its batch order. So every engine makes the same
+image, wherever the client runs.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from fedagg import seeding
 
 REACH = 4  # pixels
 PLACES = 2 * REACH + 1
-KINDS = {"none": 0, "crop": PLACES**2, "crop-flip": 2 * PLACES**2}  # how many things can happen to an image
+KINDS = {"none": 0, "crop": PLACES**2, "crop-flip": 2 * PLACES**2}  # number of possible changes to an image
 
 
 def draw(seed: int, size: int, epochs: int, kind: str) -> Tensor:
-    """What happens to each of a client's samples in the order they are used, (epochs, size)."""
+    """The change to each of a client's samples, in the order of use, (epochs, size)."""
     return torch.randint(KINDS[kind], (epochs, size), generator=seeding.torch_generator(seed, "augment"))
 
 
 def augmented(x: Tensor, drawn: Tensor) -> Tensor:
-    """x (B, C, H, W), drawn (B,): a window of each image at its own place, with zeros around the image, mirrored or not."""
+    """The changed images: x is (B, C, H, W), drawn is (B,). Each image is shifted, padded with zeros, and perhaps mirrored."""
     samples, channels, height, width = x.shape
     side = torch.arange(max(samples, channels, height, width), device=x.device)
     rows = (drawn // PLACES % PLACES)[:, None] + side[:height]

@@ -1,8 +1,8 @@
-"""Everything a run needs to go on as if it had never stopped.
+"""Everything a run needs to continue as if it had never stopped.
 
-A checkpoint is a safetensors file with the server's tensors, more of them with what clients remember, and a JSON file
-with the rest, the others' checksums included. The JSON file is moved into place last, so that what it describes is
-whole; the last two are kept, and a torn or altered one is passed over."""
+A checkpoint has one safetensors file with the server's tensors, others with what clients remember, and a JSON file with the
+rest, including the checksums of the other files. The JSON file is moved into place last, so the files it describes are
+complete. The last two checkpoints are kept, and damaged ones are skipped."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Checkpoint:
     round: int  # rounds done
     tensors: dict[str, Tensor]
     facts: dict[str, Any]  # record position, seconds, ...
-    parts: Iterable[dict[str, Tensor]] = ()  # more tensors than memory may hold at once: made, written and read in turn
+    parts: Iterable[dict[str, Tensor]] = ()  # more tensors than fit into memory at once: made, written and read one after another
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> None:
@@ -48,14 +48,14 @@ def save(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def latest(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint that is whole; a warning names those that are not, and they are removed."""
+    """The newest complete checkpoint. Incomplete ones are named in a warning and removed."""
     damaged = False
     for path in reversed(saved(folder)):
         try:
             found = load(path)
-        except FedaggError:  # of a newer version: whole, and not ours to remove
+        except FedaggError:  # from a newer version: complete, so do not remove it
             raise
-        except Exception as error:  # whatever a damaged file provokes, the one before it may be good
+        except Exception as error:  # a damaged file can raise anything, and the checkpoint before it may be good
             why = " ".join(str(error).split()) or type(error).__name__
             text = f"checkpoint {path.name} is damaged ({why}); going back to the one before it"
             warnings.warn(text, FedaggWarning, stacklevel=2)
@@ -70,7 +70,7 @@ def latest(folder: Path) -> Checkpoint | None:
 
 def load(path: Path) -> Checkpoint:
     facts = json.loads(path.read_text(encoding="utf-8"))
-    if type(facts.get("format")) is int:  # before the checksum, which newer ones may make in another way
+    if type(facts.get("format")) is int:  # checked before the checksum, which newer versions may compute differently
         formats.check(facts["format"], path)
     parts = [path.with_suffix(f".{part}.safetensors") for part in range(len(facts["sha256"]))]
     if facts.pop("self") != seal(facts) or [checksum(part) for part in parts] != facts["sha256"]:
@@ -88,8 +88,7 @@ def load(path: Path) -> Checkpoint:
 
 
 def identity(folder: Path) -> dict[str, str]:
-    """What the run was given, by the newest checkpoint that can be read. Only a look: nothing is checked or removed, for the
-    run may be going on."""
+    """What the run was given, from the newest readable checkpoint. Nothing is checked or removed: the run may still be going."""
     for path in reversed(saved(folder)):
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             return dict(json.loads(path.read_text(encoding="utf-8"))["identity"])
@@ -107,12 +106,12 @@ def saved(folder: Path) -> list[Path]:
 
 
 def order(path: Path) -> tuple[int, str]:
-    """By number, however many digits it has."""
+    """Sort key: the round as a number, whatever its number of digits."""
     return len(path.name), path.name
 
 
 def forget(folder: Path, keep: list[Path]) -> None:
-    """Remove every other checkpoint, JSON first, and tensors that a killed process left without their JSON."""
+    """Remove all other checkpoints, JSON first, and tensors that a killed process left without their JSON."""
     stay = {path.stem for path in keep}
     for suffix in (".json", ".safetensors"):
         for path in folder.glob(f"round-*{suffix}"):
@@ -126,7 +125,7 @@ def seal(facts: dict[str, Any]) -> str:
 
 
 def same_form(now: dict[str, Tensor], before: dict[str, Tensor]) -> None:
-    """Every tensor of a fresh run must be in the checkpoint, with the same shape and type."""
+    """Check that the checkpoint has every tensor of a fresh run, with the same shape and type."""
     for name, tensor in now.items():
         held = before.get(name)
         if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:

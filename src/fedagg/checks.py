@@ -1,4 +1,4 @@
-"""What can be said before any long work starts: does what was given fit together? If not, one line says what, and what to do."""
+"""Checks before any long work: do the arguments fit together? If not, a one-line error says what is wrong and how to fix it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ COLUMNS = ("target", "user", "task")
 
 
 def samples(data: Any, parts: Any, config: Config | None, settings: dict[str, Any]) -> Dataset | None:
-    """The data that were given from Python, whatever their form. A path is a setting like a name, and repeats on the command line.
-    Data that name their users are split by them, unless something else is said."""
+    """The data given from Python, in any form, as a Dataset. A path is a setting, like a name, so that a command line can
+    repeat it. Data that name their users are split by user unless another partition is chosen."""
     if data is None or isinstance(data, str | os.PathLike):
         settings |= {} if data is None else {"dataset": os.fspath(data)}
         return None
-    known = None if isinstance(data, Dataset) else config  # what it said about the data is in the Dataset by now
+    known = None if isinstance(data, Dataset) else config  # the Dataset already holds what the configuration said about the data
     memory = settings.get("data_memory") or getattr(known, "data_memory", None)
     made = Dataset.of(data, **{name: settings.get(name) or getattr(known, name, None) for name in COLUMNS}, memory=memory)
     chosen = settings.get("partition") is not None or "partition" in getattr(config, "model_fields_set", ())
@@ -43,7 +43,7 @@ def samples(data: Any, parts: Any, config: Config | None, settings: dict[str, An
 
 
 def given(data: Dataset | None, model: nn.Module | None, parts: Any) -> dict[str, Any]:
-    """What the configuration has to say about things that are no settings."""
+    """What the configuration records about arguments that are not settings."""
     known: dict[str, Any] = {}
     if data is not None:
         known["dataset"] = data.name if data.untouched else "custom"
@@ -71,13 +71,13 @@ def given(data: Dataset | None, model: nn.Module | None, parts: Any) -> dict[str
 
 
 def ids(parts: Any) -> np.ndarray[Any, Any] | None:
-    """The user of every sample, if that is what parts are: a row of numbers or words."""
+    """The user of every sample, if `parts` is a row of numbers or words; else None."""
     of_each = isinstance(parts, list | tuple) and not all(isinstance(one, str | int | np.integer) for one in parts[:1])
     if isinstance(parts, Mapping | str) or of_each:
         return None
     try:
         row = np.asarray(parts)
-    except (ValueError, RuntimeError, TypeError):  # ragged, on another device, part of a graph
+    except (ValueError, RuntimeError, TypeError):  # ragged, on another device, or part of a graph
         return None
     if row.dtype == object and row.ndim == 1 and all(isinstance(one, str) for one in row):
         row = row.astype(str)
@@ -85,16 +85,16 @@ def ids(parts: Any) -> np.ndarray[Any, Any] | None:
 
 
 def own(model: nn.Module) -> nn.Module:
-    """A copy: the user's own module stays as it is."""
+    """A copy of the module, so that the user's own is not changed."""
     try:
         return copied(model)
-    except Exception as error:  # whatever it holds that is no tensor
+    except Exception as error:  # from anything in it that is not a tensor
         words = f"cannot be copied, and every client trains a copy: {first_line(error)}; keep such things out of the module"
     raise SettingError("model", type(model).__name__, words)
 
 
 def path(setting: str, value: object) -> Path | None:
-    """A folder that was named from Python."""
+    """The folder that a Python argument names."""
     if value is None:
         return None
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
@@ -103,7 +103,7 @@ def path(setting: str, value: object) -> Path | None:
 
 
 def method(algorithm: Algorithm | str | None, settings: dict[str, Any]) -> Algorithm | None:
-    """The algorithm, if it was given as an object. A name is a setting."""
+    """The algorithm, if given as an object; else None, because a name is a setting."""
     if isinstance(algorithm, Algorithm):
         return algorithm
     if isinstance(algorithm, type):
@@ -114,7 +114,7 @@ def method(algorithm: Algorithm | str | None, settings: dict[str, Any]) -> Algor
 
 
 def told(algorithm: Algorithm) -> dict[str, Any]:
-    """What the configuration says of an algorithm that was given as an object: its name and its options."""
+    """The name and options that the configuration records for an algorithm given as an object."""
     kind = type(algorithm)
     name = kind.name if REGISTRY.get(kind.name) is kind else origin(kind)
     rate = {} if algorithm.lr == LR else {"lr": algorithm.lr}
@@ -122,7 +122,7 @@ def told(algorithm: Algorithm) -> dict[str, Any]:
 
 
 def recorded(folder: Path, given: dict[str, Any], algorithm: Algorithm | None) -> Config:
-    """The settings of the run to go on with. What it was given from Python has to be given again."""
+    """The settings of the run to resume. What it was given from Python has to be given again."""
     if not (folder / "config.toml").is_file():
         raise SettingError("resume", str(folder), "is not a run folder: it has no config.toml")
     check_run(folder)
@@ -140,7 +140,7 @@ def agreed(
     settings: dict[str, Any],
     algorithm: Algorithm | None = None,
 ) -> Config:
-    """The configuration of all that was said. Settings that contradict what is there are a mistake."""
+    """The configuration from all arguments. A setting that contradicts another argument is an error."""
     kind = None if algorithm is None else type(algorithm)
     given = given if algorithm is None else given | told(algorithm)
     for name, value in given.items():
@@ -156,12 +156,12 @@ def agreed(
     if preset is not None:
         raise SettingError("preset", preset, "a configuration is complete as it is: give one of the two")
     changes = {**given, **{name: value for name, value in settings.items() if value is not None}}
-    plugins.load(config.plugin)  # a process of its own may not have it yet
+    plugins.load(config.plugin)  # a separate process may not have loaded it yet
     return config.changed_to(changes, kind) if changes else config
 
 
 def followers(callbacks: Any) -> None:
-    """What is no callback would be found out after all the work, or never."""
+    """Refuse objects that are not callbacks: otherwise the mistake shows after all the work, or never."""
     if not isinstance(callbacks, Sequence):
         raise SettingError("callbacks", type(callbacks).__name__, "give a list, also of one")
     for callback in callbacks:
@@ -172,7 +172,7 @@ def followers(callbacks: Any) -> None:
 
 
 def indices(parts: Any, data: Dataset) -> Sequence[Any]:
-    """Indices of every client's samples; masks are taken for what they mark, and the users of samples for their owners."""
+    """Indices of every client's samples. Masks are turned into indices, and users of samples into their parts."""
     if (owners := ids(parts)) is not None:
         if len(owners) != len(data):
             words = f"give the user of each of the {len(data)} training samples, or a list with the samples of every client"
@@ -182,7 +182,7 @@ def indices(parts: Any, data: Dataset) -> Sequence[Any]:
     for client, part in parts.items() if isinstance(parts, Mapping) else enumerate(parts):
         try:
             rows = np.asarray(part)
-        except (ValueError, RuntimeError, TypeError):  # ragged, on another device, part of a graph
+        except (ValueError, RuntimeError, TypeError):  # ragged, on another device, or part of a graph
             rows = np.zeros(0)
         if rows.dtype == bool and rows.shape == (len(data),):
             rows = np.flatnonzero(rows)
@@ -197,7 +197,7 @@ def indices(parts: Any, data: Dataset) -> Sequence[Any]:
 
 
 def images(augment: str, data: Dataset) -> None:
-    """Can samples be shifted and mirrored?"""
+    """Refuse augmentation for samples that cannot be shifted and mirrored."""
     if len(data.shape) != 3:
         raise SettingError("augment", augment, f"needs images; samples of {data.name} have the shape {data.shape}")
     if data.shape[2] <= 4 < data.shape[0]:
@@ -206,7 +206,7 @@ def images(augment: str, data: Dataset) -> None:
 
 
 def fits(config: Config, algorithm: Algorithm, task: Task) -> None:
-    """Can the method learn this task, and can clients be told apart in it?"""
+    """Refuse a method that cannot learn this task, and scores per client that need labels where the task has none."""
     if task.name == CLASSIFICATION.name:
         return
     learns(config, algorithm, task)
@@ -220,7 +220,7 @@ def fits(config: Config, algorithm: Algorithm, task: Task) -> None:
 
 
 def learns(config: Config, algorithm: Algorithm, task: Task) -> None:
-    """Can the method learn this task?"""
+    """Refuse a method that cannot learn this task."""
     if algorithm.labels and task.name != CLASSIFICATION.name:
         raise SettingError("algorithm", config.method, f"looks at class labels, and the task is {task.name}; choose another method")
 
@@ -228,7 +228,7 @@ def learns(config: Config, algorithm: Algorithm, task: Task) -> None:
 def try_out(
     config: Config, module: nn.Module, loss: Loss, task: Task, data: Dataset, parts: Sequence[Any], device: torch.device
 ) -> None:
-    """The first mini-batch of all: what does not fit together is said here, in one line, and not by whoever meets it first."""
+    """Try the first mini-batch, so that a mismatch is a one-line error here and not an error deep inside a library."""
 
     def wrong(words: str, error: Exception | None = None) -> SettingError:
         return SettingError("model", config.model, words + (f": {first_line(error)}" if error else ""))
@@ -249,7 +249,7 @@ def try_out(
             output = probe(x)
             if not x.is_floating_point():
                 probe(extremes(data).to(device))
-        except Exception as error:  # whatever layers say to what they cannot take
+        except Exception as error:  # layers raise anything for input they cannot take
             words = f"does not take samples of shape {tuple(data.shape)} in {str(x.dtype)[6:]}{hint(module, data)}"
             raise wrong(words, error) from None
         if words := misfit(output, y, task, data):
@@ -263,7 +263,7 @@ def try_out(
             raise wrong(words)
         check_loss(loss, output, y)
         check_metric(task, output.detach(), y)
-        try:  # one alone: batch normalisation has nothing to take the deviation of, and `squeeze` takes the batch away
+        try:  # a batch of one: batch normalisation cannot compute its deviation, and `squeeze` drops the batch axis
             alone = probe(x[:1])
             taken = not misfit(alone, y[:1], task, data) and loss(alone, y[:1]).shape == (1,)
         except Exception:
@@ -287,7 +287,7 @@ def try_out(
 
 
 def misfit(output: object, y: Tensor, task: Task, data: Dataset) -> str:
-    """What the output should be, where it does not fit the targets; nothing where it does."""
+    """What the output should be, if it does not fit the targets; else an empty string."""
     shape = tuple(output.shape) if isinstance(output, Tensor) else None
     if task.name == "tokens":
         wanted = tuple(y.shape)
@@ -299,14 +299,14 @@ def misfit(output: object, y: Tensor, task: Task, data: Dataset) -> str:
 
 
 def extremes(data: Dataset) -> Tensor:
-    """The samples with the smallest and the largest of all tokens: an embedding may have too few rows for them."""
-    some = data.x_train if isinstance(data.x_train, Tensor) else data.x_train[:1000]  # the rest stays on the disk
+    """The samples with the smallest and the largest token: an embedding may have too few rows for them."""
+    some = data.x_train if isinstance(data.x_train, Tensor) else data.x_train[:1000]  # leave the rest on disk
     sets_of = [(x, x.flatten(1)) for x in (some, data.x_test)]
     return torch.stack([x[at] for x, flat in sets_of for at in (flat.amin(1).argmin(), flat.amax(1).argmax())])
 
 
 def hint(module: nn.Module, data: Dataset) -> str:
-    """What may be the matter with a model that does not take the samples."""
+    """A guess why a model does not accept the samples."""
     if any(p.is_floating_point() and p.dtype != torch.float32 for p in module.parameters()):
         return " (samples are float32: give model.float())"
     if data.x_train.is_floating_point():
@@ -321,7 +321,7 @@ def check_loss(loss: Loss, output: Tensor, y: Tensor) -> None:
     try:
         losses = loss(output, y)
         shape = tuple(losses.shape)
-    except Exception as error:  # whatever it says to what it cannot take
+    except Exception as error:  # a user's function may raise anything
         words = f"does not take the model's output: {first_line(error)}"
         raise SettingError("loss", name_of(loss), words) from None
     if shape != (len(y),):
@@ -338,7 +338,7 @@ def check_metric(task: Task, output: Tensor, y: Tensor) -> None:
             good = tally.dim() == 2 and len(tally) == len(y) and isinstance(metric.score(tally.double().sum(0).cpu()), float)
         except SettingError:
             raise
-        except Exception as error:  # whatever a function of the user's says to what it cannot take
+        except Exception as error:  # a user's function may raise anything
             raise SettingError("metric", metric.key, f"does not take the model's output: {first_line(error)}") from None
         if not good:
             raise SettingError(

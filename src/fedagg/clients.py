@@ -1,4 +1,4 @@
-"""The clients of one round, as the server sees them: give them work, get back sums and a few numbers each."""
+"""The clients of one round as the server sees them: they are given work, and return sums and a few numbers each."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ SMALL_STEP = 0.01  # of the model's length
 
 
 class Told(NamedTuple):
-    """What a participant says of its training, left out or not."""
+    """What a participant reports about its training, whether or not it is left out."""
 
     first: float  # the loss before any step
     loss: float  # the mean over its training
-    behind: float  # of the first mini-batch, a way along the field; 0 where the work did not ask
-    norm: float  # of its mini-batch gradients, the mean; 0 where the work did not ask
-    steps: float  # that it made
+    behind: float  # of the first mini-batch, some way along the field; 0 if the work did not ask
+    norm: float  # mean norm of its mini-batch gradients; 0 if the work did not ask
+    steps: float  # number of steps made
 
 
 class NoClients(Exception):
-    """Not one valid client came back, or fewer than the quorum: the round leaves the model as it was."""
+    """No valid client came back, or fewer than the quorum: the round leaves the model unchanged."""
 
 
 class TooFew(Exception):
@@ -45,11 +45,11 @@ class TooFew(Exception):
 
 @dataclass(kw_only=True)
 class Numbers(Report):
-    """All that is known of n clients beside vectors, on the CPU. A number more is a line here, and one in `Gathered.add`."""
+    """All numbers known about n clients, on the CPU. To add one, add a line here and one in `Gathered.add`."""
 
     size: Tensor  # samples, (n,)
-    weight: Tensor  # how much the client counts in the mean, (n,): its samples, unless the method weighs otherwise
-    travel: Tensor  # Σ over steps of the rate, times what momentum makes of it, (n,)
+    weight: Tensor  # weight of the client in the mean, (n,): its samples, unless the method weighs otherwise
+    travel: Tensor  # Σ over steps of the rate, times the gain by momentum, (n,)
     norm2: Tensor  # |Δ_i|², (n,)
     along: Tensor  # Δ_i · field, (n, m)
     beta: Tensor | None = None  # secant smoothness along the client's path, (n,), where the work asked for a trace
@@ -57,13 +57,13 @@ class Numbers(Report):
     counts: Tensor | None = None  # samples per class, (n, classes)
 
     def columns(self) -> dict[str, Tensor]:
-        """By name, without those that nobody asked for."""
+        """The numbers by name, without those that were not asked for."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
 
 
 @dataclass(kw_only=True)
 class Answers(Numbers):
-    """The same, with what the server judges an answer by."""
+    """The same numbers, with those by which the server judges an answer."""
 
     length: Tensor  # how far the client moved per step, (n,); infinite where anything it sent is not finite
     fits: Tensor  # does its update have the model's size? (n,), 1 or 0
@@ -85,15 +85,14 @@ class Outcome(Numbers):
 
 @dataclass
 class Yardstick:
-    """The longest step that was usual in any round so far: what is no longer is never absurd."""
+    """The longest step that was usual in any round so far. Shorter steps are never outliers."""
 
     length: float = 0.0
 
 
 @dataclass
 class Clients:
-    """The participants of round t. An algorithm calls `train`, once or more often, and everything else is kept for
-    the record."""
+    """The participants of round t. An algorithm calls `train` once or more often; everything else is kept for the record."""
 
     engine: Engine
     t: int
@@ -105,10 +104,10 @@ class Clients:
     model: Model
     memory: ClientMemory | None = None
     remember: Callable[[Chunk, Work], Tensor] | None = None
-    weigh: Callable[[Chunk], Tensor] | None = None  # by sample count if nobody says
+    weigh: Callable[[Chunk], Tensor] | None = None  # by default the sample count
     faults: Faults = field(default_factory=Faults)
     robust: str = "mean"
-    drop: bool = True  # leave out clients that moved absurdly far
+    drop: bool = True  # leave out clients that moved far more than the others
     trim: float = 0.2
     downlink: Downlink = field(default_factory=Downlink)
     quorum: int = 1  # valid answers that a round needs
@@ -117,15 +116,15 @@ class Clients:
 
     passes: int = 0
     left_out: dict[int, str] = field(default_factory=dict)
-    reported: dict[int, Told] = field(default_factory=dict)  # by all that answered in the last pass
-    stragglers: dict[int, int] = field(default_factory=dict)  # epochs done by those too slow for all
+    reported: dict[int, Told] = field(default_factory=dict)  # all that answered in the last pass
+    stragglers: dict[int, int] = field(default_factory=dict)  # epochs done by those too slow to finish
     bytes_up: int = 0
     bytes_down: int = 0
     samples_seen: int = 0
     outcome: Outcome | None = None
     rehearsed: Outcome | None = None  # of the last rehearsal
 
-    open: ClassVar[bool] = True  # does a client tell its own numbers, beside its update?
+    open: ClassVar[bool] = True  # does a client report its own numbers beside its update?
 
     @property
     def epochs(self) -> int:
@@ -138,7 +137,7 @@ class Clients:
 
     @property
     def reach(self) -> float:
-        """S again, of steps as long as momentum makes them."""
+        """S again, with steps as long as momentum makes them."""
         each = torch.tensor([float(self.local.steps(len(self.samples(i)))) for i in self.ids], dtype=torch.float64)
         return float((each * self.local.gains(each).mean(1)).sum()) / len(self.ids)
 
@@ -159,11 +158,11 @@ class Clients:
         ]
 
     def forget(self) -> None:
-        """For a method that goes back to an earlier model: what rounding kept back is of a field that is no more."""
+        """Drop the rounding error carried over: a method that goes back to an earlier model no longer uses that field."""
         self.downlink.error = None
 
     def rehearse(self, work: Work) -> dict[int, Told]:
-        """Let every participant do the work and tell how it went. Nothing else comes of it."""
+        """Let every participant do the work and report how it went. Nothing else is kept."""
         left_out, length, outcome, error = dict(self.left_out), self.yardstick.length, self.outcome, self.downlink.error
         self.outcome = None
         with suppress(NoClients):
@@ -173,7 +172,7 @@ class Clients:
         return self.reported
 
     def train(self, work: Work) -> Outcome:
-        """Let every participant do the work from the global model, and sum up what comes back."""
+        """Let every participant do the work from the global model, and sum the results."""
         own_steps(work, self.local)
         model, work = self.model, self.downlink.send(work, self.t, self.passes)
         jobs = self.jobs()
@@ -182,7 +181,7 @@ class Clients:
         for chunk in self.engine.run(model, work, jobs, self.memory):
             if self.memory is not None and self.remember is not None and work.memory:
                 self.memory.stage([job.client for job in chunk.jobs], self.remember(chunk, work))
-            self.faults.corrupt(self.t, chunk)  # on the way to the server: what a client remembers is its own
+            self.faults.corrupt(self.t, chunk)  # on the way to the server: what a client remembers stays intact
             gathered.add(chunk, work, model, None if self.weigh is None else self.weigh(chunk))
         gathered.pool(jobs)
         if self.memory is not None and gathered.team is not None and work.memory:
@@ -191,7 +190,7 @@ class Clients:
         self.stragglers.update({job.client: job.epochs for job in gathered.jobs if job.epochs < self.epochs})
         self.passes += 1
         lengths = gathered.column("length")
-        # A step that is small against the model itself is never absurd, however still the others stand.
+        # A step that is small compared with the model is never an outlier, however little the others moved.
         usual = max(self.yardstick.length, SMALL_STEP * float(torch.linalg.vector_norm(model.w)))
         causes = judge(lengths, [bool(fit) for fit in gathered.column("fits")], usual, self.drop)
         self.left_out.update({j.client: why for j, why in zip(gathered.jobs, causes, strict=True) if why})
@@ -228,7 +227,7 @@ class Gathered:
         if weight.shape != size.shape or not bool((torch.isfinite(weight) & (weight >= 0)).all()):
             raise FedaggError("weigh: the method must give one number a client, finite and not negative")
         fits = torch.tensor([received == chunk.delta.shape[1] for received in chunk.received])
-        # Buffers that a client left alone count as such, and may be anything: infinities and what is no number are nobody's fault.
+        # Buffers that a client did not change are accepted whatever they hold: an infinity or NaN there is not its fault.
         same = (chunk.buffers == model.buffers) | (chunk.buffers.isnan() & model.buffers.isnan())
         statistics = torch.where(same, 0.0, chunk.buffers - model.buffers)
         reported = {f.name: getattr(chunk, f.name).double().cpu() for f in fields(Report)}
@@ -260,20 +259,20 @@ class Gathered:
         self.jobs += chunk.jobs
         self.rows.append(row.columns())
         lengths, ones = length.tolist(), torch.ones_like(size)
-        # A vote by weight and one vote each; both are divided by their sums when those are known.
+        # One sum by weight and one with equal votes; both are divided by their totals when those are known.
         self.sums.add(chunk.delta, torch.stack([weight, ones]), lengths)
         self.flows.add(chunk.delta, ones[None], lengths, scale=1 / row.travel.clamp_min(1e-30))
         self.stats.add(statistics, size[None], lengths)
 
     def pool(self, jobs: Sequence[Job]) -> None:
-        """In a distributed run: every client's numbers to every process. Vectors stay where they are until they are summed."""
+        """Send every client's numbers to every process of a distributed run. Vectors stay where they are until they are summed."""
         self.mine = list(range(len(self.jobs)))
-        if self.team is None or not jobs:  # the same list everywhere
+        if self.team is None or not jobs:  # all processes have the same list
             return
         place = {job.position: at for at, job in enumerate(jobs)}
         self.mine = [place[job.position] for job in self.jobs]
         mine, names = self.columns(), [f.name for f in fields(Answers)]
-        shapes = torch.zeros(len(names), 3, dtype=torch.int64)  # axes, and the lengths of those behind the client's
+        shapes = torch.zeros(len(names), 3, dtype=torch.int64)  # number of axes, and the lengths of those after the client's
         for at, name in enumerate(names):
             if name in mine:
                 shapes[at] = torch.tensor([mine[name].dim(), *mine[name].shape[1:], *([0] * (3 - mine[name].dim()))])
@@ -287,18 +286,18 @@ class Gathered:
         self.jobs, self.rows = list(jobs), [every]
 
     def columns(self) -> dict[str, Tensor]:
-        """What is known of all clients, by name; nothing where nobody answered."""
+        """The numbers of all clients by name; empty if no client answered."""
         return {name: torch.cat([row[name] for row in self.rows]) for name in (self.rows[0] if self.rows else ())}
 
     def column(self, name: str) -> list[float]:
         return [value for row in self.rows for value in row[name].tolist()]
 
     def represented(self) -> int:
-        """Numbers that a client sends about its classes, where the work asks for them."""
+        """How many numbers a client sends about its classes, if the work asks for them."""
         return sum(row[name][0].numel() for row in self.rows[:1] for name in ("classes", "counts") if name in row)
 
     def summed(self, combiner: Combiner, valid: Sequence[bool], empty: Tensor) -> Tensor:
-        """The combination over all valid clients; `empty` is the result of a process that has none."""
+        """The combination over all valid clients; `empty` is the result of a process without any."""
         own = [valid[at] for at in self.mine]
         total = combiner.total(own) if any(own) else empty
         return total if self.team is None else self.team.sum(total)
@@ -308,7 +307,7 @@ class Gathered:
         numbers = {f.name: columns[f.name][keep] for f in fields(Numbers) if f.name in columns}
         size, weight, count = numbers["size"], numbers["weight"], int(keep.sum())
         if not float(weight.sum()):
-            raise NoClients  # not one of them counts
+            raise NoClients  # none of them is valid
         epochs, zero = numbers["rates"].shape[1], torch.zeros_like(model.w)[None]
         weighted, plain = self.summed(self.sums, valid, zero.repeat(2, 1)).unbind()
         trace = None
@@ -327,7 +326,7 @@ class Gathered:
 
 
 def own_steps(work: Work, local: ClientOptions) -> None:
-    """Refuse options of a client's optimiser that a step of the method's own would not heed."""
+    """Refuse options of the client's optimiser that the method's own step would ignore."""
     if work.step is not None and (local.momentum or local.optimizer != "sgd"):
         name, value = ("momentum", local.momentum) if local.optimizer == "sgd" else ("client_optimizer", local.optimizer)
         raise SettingError(name, value, "the method takes local steps of its own; leave it out")
@@ -339,8 +338,8 @@ def split_trace(trace: Tensor, epochs: int) -> MeanField:
 
 
 def secant_smoothness(gradients: Tensor, path: Tensor) -> Tensor:
-    """β_i = max_l |ḡ_l - ḡ_{l-1}| / |w_l - w_{l-1}| along a client's own path, (n,). An epoch in which it stood still says nothing:
-    its gradients differ by their noise alone. 0 where nothing is known."""
+    """β_i = max_l |ḡ_l - ḡ_{l-1}| / |w_l - w_{l-1}| along a client's own path, (n,); 0 if nothing is known. Epochs in which the
+    client did not move are ignored: their gradients differ only by noise."""
     if gradients.shape[1] < 2:
         return torch.ones(len(gradients))
     change: Tensor = (gradients[:, 1:] - gradients[:, :-1]).norm(dim=-1)

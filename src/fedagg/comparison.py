@@ -1,5 +1,5 @@
-"""Comparing methods: every one with the same partition, participants and first weights, over several seeds. The command and
-`fedagg.compare` are this."""
+"""Compare methods over several seeds, each with the same partition, participants and initial weights. Both the command and
+`fedagg.compare` use this."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 
 def numbers(metric: Measure) -> tuple[str, ...]:
-    """What a result says of a finished run."""
+    """The names of the numbers in the result of a finished run."""
     return metric.key, f"best_{metric.key}", "loss", "seconds"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What several methods came to. In a notebook it shows itself as a table and a plot."""
+    """The results of several methods. A notebook shows it as a table and a plot."""
 
     results: Sequence[Result]
     target: float | None = None
@@ -62,14 +62,14 @@ class Comparison:
 
     @property
     def standings(self) -> list[Standing]:
-        """A line a method: mean and deviation over its seeds, and the difference from the first method, seed by seed. A run
-        that was interrupted does not count."""
+        """One row per method: mean and deviation over its seeds, and the difference from the first method, seed by seed.
+        Interrupted runs do not count."""
         whole = {method: [score(r) for r in group if not r.interrupted] for method, group in self.groups.items()}
         return scores.standings(whole, self.target)
 
     @property
     def metric(self) -> Measure:
-        """What the methods are judged by."""
+        """The metric by which the methods are judged."""
         return self.results[0].metric if self.results else ACCURACY
 
     @property
@@ -84,17 +84,17 @@ class Comparison:
         return self.sheet().render(form)
 
     def figure(self) -> Figure:
-        # A run that was stopped would cut the mean of its method short.
+        # An interrupted run would shorten the mean curve of its method.
         whole = {m: [r.history for r in group if not r.interrupted] or [group[0].history] for m, group in self.groups.items()}
         what = runs.measured(self.metric.label, [r.config for r in self.results])
         return plots.score_figure(whole, self.title, what, self.metric)
 
     def plot(self, path: str | Path | None = None) -> Path | Figure:
-        """The curves, one line a method with a band of one deviation: as a file, or without a path as a matplotlib figure."""
+        """The curves, one line per method with a band of one deviation: as a file, or without a path as a matplotlib figure."""
         return self.figure() if path is None else plots.save(self.figure(), Path(path))
 
     def to_pandas(self) -> pandas.DataFrame:
-        """A row a run: method, seed, final figures, what it cost."""
+        """One row per run: method, seed, final figures, cost."""
         return sheets.frame([self.record(result) for result in self.results])
 
     def record(self, result: Result) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def score(result: Result) -> Score:
 
 
 def task(c: Config, seeds: Sequence[int]) -> str:
-    """What the figures are about, in a line."""
+    """One line that says what the figures are about."""
     first, last = min(seeds), max(seeds)
     which = f"seed {first}" if first == last else f"seeds {first} to {last}"
     words = f"{c.dataset}, {c.model}, {c.partition}, {c.clients} clients, {100 * c.participation:g} % a round, {which}"
@@ -141,7 +141,7 @@ def task(c: Config, seeds: Sequence[int]) -> str:
 
 @dataclass
 class Watch:
-    """What is shown meanwhile. By default nothing is."""
+    """What is shown while the runs go on; by default nothing."""
 
     one: Callable[[str], AbstractContextManager[Sequence[Callback]]] = lambda name: nullcontext(())
     many: Callable[[list[Cell], int], AbstractContextManager[Callable[[CellResult], None]]] = lambda todo, jobs: nullcontext(
@@ -167,18 +167,18 @@ def compare(
     """Run several methods side by side, with the same partition, participants and initial weights.
 
     Args:
-        methods: names of methods, the first of which the others are compared with.
+        methods: names of methods; the others are compared with the first.
         data: your own data in place of a named set, in any form that `fedagg.run` takes.
         model: a name, or your own module.
         loss: per-sample loss of (output, target), (B,); the task's by default.
         metric: what methods are judged by, as `fedagg.run` takes it; the task's by default.
         preset: the settings to start from.
-        seeds: run every method with so many seeds, from `seed` on.
-        jobs: runs at once, each in a process of its own that gets its share of the cores; `auto` for one a core.
+        seeds: how many seeds to run every method with, starting at `seed`.
+        jobs: runs at once, each in its own process with its share of the cores; `auto` for one per core.
         target: count the rounds and bytes until the metric was this good; an accuracy as a share.
         track: follow the runs live, as `--track` does; needs `out`.
-        out: a folder, which gets a run folder for each run; the same call goes on from there. Without one nothing is kept.
-        settings: those of all runs, as `fedagg.run` takes them. An option of a method goes to the methods that have it.
+        out: a folder, which gets a run folder for each run; the same call continues from there. Without one nothing is kept.
+        settings: settings for all runs, as `fedagg.run` takes them. An option of a method goes to the methods that have it.
     """
     target, folder = scores.check_target(target, data is None and metric is None), checks.path("out", out)
     if isinstance(model, str):
@@ -214,7 +214,7 @@ def planned(
     seeds: int,
     data: Dataset | None = None,
 ) -> tuple[list[Config], Dataset]:
-    """The runs and their data. Seeds come outermost, so that a comparison cut short is a whole one of fewer seeds."""
+    """The runs and their data. Seeds are the outer loop, so that a comparison cut short is a complete one with fewer seeds."""
     names = [name.strip() for name in names if name.strip()]
     if not names:
         raise SettingError("algorithms", "", "name at least one method, e.g. fedagg,fedavg")
@@ -227,7 +227,7 @@ def planned(
 
 
 def once(configs: Sequence[Config]) -> list[Config]:
-    """Every method with its first seed."""
+    """Every method with its first seed only."""
     found: dict[str, Config] = {}
     for config in configs:
         found.setdefault(config.method, config)
@@ -235,7 +235,7 @@ def once(configs: Sequence[Config]) -> list[Config]:
 
 
 def in_turn(configs: Iterable[Config], run: Callable[[Config], Result], target: float | None) -> Comparison:
-    """One run after the other, until one is interrupted."""
+    """Run one after another, until one is interrupted."""
     results: list[Result] = []
     for config in configs:
         results.append(run(config))
@@ -256,7 +256,7 @@ def carry_out(
     loss: Loss | None = None,
     metric: Metric | Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Comparison:
-    """The runs, each in a folder of its own. Those that are finished there are not made again."""
+    """Make the runs, each in its own folder. Runs that are already finished there are not repeated."""
     if (folder / "config.toml").exists():
         raise SettingError("out", str(folder), "is the folder of one run; choose another, which gets a folder for each method")
     several = len(configs) > len(once(configs))
@@ -270,7 +270,7 @@ def carry_out(
     for name in followed(track):
         trackers.TRACKERS.find(name)
     files.folder(folder)
-    # Looked at before anything is run: of several processes under torchrun, the first is soon to write these folders.
+    # Checked before anything runs: of several processes under torchrun, the first soon writes these folders.
     begun = {config for config, own in places.items() if (own / "config.toml").exists()}
 
     def run(config: Config) -> Result:
@@ -306,7 +306,7 @@ def place(config: Config, several: bool) -> str:
 
 
 def in_folder(cell: Cell, store: Store, stop: Stop, several: bool, track: str) -> CellResult:
-    """One of the runs, in a process of its own."""
+    """Make one of the runs, in its own process."""
     config, folder = cell.config, store.folder / place(cell.config, several)
     try:
         plugins.load(config.plugin)
@@ -317,14 +317,14 @@ def in_folder(cell: Cell, store: Store, stop: Stop, several: bool, track: str) -
         result = fedagg.run(config, data=given, out=new, resume=old, callbacks=follow, progress=False)
     except FedaggError as error:
         return CellResult(cell, "failed", message=str(error))
-    except Exception as error:  # it has to get to the other process, where not every error can be read
+    except Exception as error:  # passed to the other process, where not every error can be rebuilt
         why = f"{config.method} seed {config.seed}: {type(error).__name__}: {first_line(error)}"
         return CellResult(cell, "failed", message=why)
     return CellResult(cell, "stopped" if result.interrupted else "done", result.seconds, result.metric.shown(result.score))
 
 
 def same(place: Path, config: Config, folder: Path) -> None:
-    """Refuse a folder that holds another run of the method. Where it runs may change, as with `--resume`; its rounds may not."""
+    """Refuse a folder that holds another run of the method. As with `--resume`, where it runs may change; its rounds may not."""
     if not (place / "config.toml").exists():
         return
     check_run(place)
@@ -336,7 +336,7 @@ def same(place: Path, config: Config, folder: Path) -> None:
 
 
 class Ready(Exception):
-    """A run would begin now."""
+    """Raised when a run would begin."""
 
 
 class Stopper:
@@ -357,15 +357,15 @@ def check(
     loss: Loss | None = None,
     metric: Metric | Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> None:
-    """All that a run checks, up to its first round and without a folder: the last method must not be refused after the first has
-    been trained for hours. One process does it alone, whatever engine the run has."""
+    """Do all checks of a run, up to its first round and without a folder, so that the last method is not refused after hours of
+    training the first. One process does this alone, whatever the run's engine."""
     with suppress(Ready):
         alone = config.changed(engine="sequential")
         fedagg.run(alone, data=given, model=model, loss=loss, metric=metric, callbacks=[Stopper()], progress=False)
 
 
 def finished(folder: Path, given: Dataset, model: nn.Module | None = None) -> Result | None:
-    """The result in a run folder, if the run came to its end."""
+    """The result in a run folder, if that run is finished."""
     facts = runs.whole(folder / "result.json")
     if facts.get("interrupted") or not facts:
         return None
@@ -373,7 +373,7 @@ def finished(folder: Path, given: Dataset, model: nn.Module | None = None) -> Re
     if not facts.keys() >= set(numbers(run.metric)):
         return None
     rounds = facts.get("rounds") if facts.get("stopped") else run.config.rounds
-    if not facts.get("rounds") == len(run.history) == rounds:  # it was gone on with afterwards, for more rounds
+    if not facts.get("rounds") == len(run.history) == rounds:  # it was resumed afterwards for more rounds
         return None
     module = build_model(run.config, given) if model is None else checks.own(model)
     trained = runs.trained(module, folder / "model.safetensors")

@@ -1,6 +1,6 @@
-"""The configuration of a run: its settings and its method's options, and where values come from: option, file, preset, default.
+"""The configuration of a run: its settings and its method's options. Values come from options, file, preset or defaults.
 
-Settings are declared in `settings`, options in the file of their method. They stand side by side wherever people write them.
+Settings are declared in `settings`, options in the file of their method. Users write them side by side.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from fedagg.settings import Settings
 if TYPE_CHECKING:
     from fedagg.algorithms import Algorithm
 
-LARGEST = 3.4e38  # that float32 holds
+LARGEST = 3.4e38  # largest value of float32
 
 ENGINES = ("auto", "sequential", "batched", "distributed")
 
-# What other packages call a setting, where its letters would lead to another one.
+# What other packages call a setting, where the nearest spelling would be the wrong one.
 ELSEWHERE = {
     "learning_rate": "lr",
     "eta": "lr",
@@ -38,10 +38,10 @@ ELSEWHERE = {
     "optimizer": "client_optimizer",
 }
 
-# Settings that say where and how fast a run goes and how often it is looked at, not what comes out of it.
+# Settings that say where and how fast a run goes and how often it is evaluated. They do not change its outcome.
 NO_BEARING = {"device", "engine", "threads", "chunk", "data_dir", "checkpoint_every", "client_memory", "eval_every", "plugin"}
 
-# Settings that only some partitions look at.
+# Settings that only some partitions use.
 OF_PARTITIONS = {
     "sigma": ("dirichlet", "dirichlet-class"),
     "shards": ("shards",),
@@ -49,7 +49,7 @@ OF_PARTITIONS = {
     "column": ("feature",),
 }
 
-# What versions before 0.2 wrote into every record, whatever the method: these names tell such a record, these values say nothing.
+# What versions before 0.2 wrote into every record, whatever the method: the names mark such a record, the values mean nothing.
 ONCE_ALWAYS = {"alpha": 0.1, "variant": "default", "tolerance": 1e-3, "passes": 1, "cap": 1.0}
 
 # What may be given from Python in place of a name: the setting, which is then `custom`, and the keyword of `fedagg.run`.
@@ -84,7 +84,7 @@ class Config(Settings):
     @model_validator(mode="before")
     @classmethod
     def gathered(cls, given: Any) -> Any:
-        """What is no setting is an option of the method."""
+        """Collect everything that is not a setting as options of the method."""
         if not isinstance(given, Mapping):
             return given
         settings = {key: value for key, value in given.items() if key in cls.model_fields}
@@ -126,7 +126,7 @@ class Config(Settings):
         return self
 
     def rates_fit(self, method: type[Algorithm]) -> None:
-        """Refuse a change of the base rate that the method would not follow, or that leaves nothing of the rate."""
+        """Refuse a change of the base rate that the method would ignore, or that leaves next to nothing of the rate."""
         for name in schedule.SETTINGS:
             if not method.scheduled and getattr(self, name) != Config.model_fields[name].default:
                 words = f"{self.method} takes its rates from measurements, not from lr in every round; leave it out"
@@ -137,14 +137,14 @@ class Config(Settings):
             raise SettingError("lr_decay", self.lr_decay, f"leaves a rate of {last:.3g} for the last round; choose it nearer to 1")
 
     def rate(self, t: int) -> float:
-        """The base rate of round t. After the last one, where models are fitted to clients, it is the one that was set."""
+        """The base rate of round t. After the last round, when models are fitted to clients, it is the rate that was set."""
         if t >= self.rounds:
             return self.lr
         return self.lr * schedule.share(t, self.rounds, self.lr_decay, self.lr_schedule, self.warmup)
 
     def names_exist(self, recorded: bool, any_method: bool) -> None:
-        """What is recorded may come from a plugin that is not here."""
-        from fedagg import aggregate, data, models, partition  # they take a second to import, and `fedagg list` needs none
+        """Check the names. A recorded one may come from a plugin that is not installed here."""
+        from fedagg import aggregate, data, models, partition  # slow to import, and `fedagg list` does not need them
 
         if not any_method:
             self.method_exists()
@@ -164,7 +164,7 @@ class Config(Settings):
                 raise unknown(setting, getattr(self, setting), known)
 
     def data_fit(self) -> None:
-        """Files are there, only files have columns, and data that name their users are split by them if nothing else is said."""
+        """Check that files exist and that only files have columns. Data that name their users are split by user by default."""
         from fedagg import data
 
         if data.is_path(self.dataset) and not Path(self.dataset).exists():
@@ -188,25 +188,25 @@ class Config(Settings):
             raise SettingError("variant", self.variant, fix)
 
     def fitting(self, method: type, recorded: bool) -> dict[str, Any]:
-        """The method's options, complete: what was given, checked, and its own defaults for the rest."""
+        """All options of the method: the given ones, checked, and its defaults for the rest."""
         known, chosen = declared(method), dict[str, Any]()
         for name, value in self.options.items():
             if name in known and value is not None:
                 chosen[name] = value if recorded else valid(known[name], value, self)
             elif recorded and value is not None:
-                chosen[name] = value  # of an earlier version
+                chosen[name] = value  # from an earlier version
             elif name not in known:
                 raise no_such_option(name, value, [self.method], self.partition)
         return {name: option.default for name, option in known.items()} | chosen
 
     @property
     def method(self) -> str:
-        """The method's registered name: a variant of an algorithm, such as the paper's of FedAgg, is a method of its own."""
+        """The method's registered name. A variant of an algorithm, such as the paper's FedAgg, is a separate method."""
         return self.algorithm if self.variant == "default" else f"{self.algorithm}-{self.variant}"
 
     @property
     def data_name(self) -> str:
-        """The data set as a part of file names: of a file or folder, its own name."""
+        """The data set's name for use in file names; for a file or folder, its own name."""
         return Path(self.dataset).stem
 
     def __hash__(self) -> int:
@@ -214,7 +214,7 @@ class Config(Settings):
 
     @property
     def drops_outliers(self) -> bool:
-        """A robust rule sees to them itself."""
+        """Are outliers dropped? A robust rule handles them itself."""
         return self.robust == "mean" if self.outliers is None else self.outliers == "drop"
 
     @property
@@ -227,22 +227,22 @@ class Config(Settings):
         return self.model_dump(exclude={"options", *unused}) | self.options
 
     def changed(self, **settings: Any) -> Config:
-        """The same with other values. Options belong to the method: those of another one begin at its defaults."""
+        """A copy with other values. Options belong to the method: a new method starts with its own defaults."""
         return self.changed_to(settings)
 
     def changed_to(self, settings: dict[str, Any], method: type | None = None) -> Config:
-        """`method` is the class of an algorithm that was given as an object."""
+        """A copy with other values. `method` is the class of an algorithm given as an object."""
         kept = self.flat()
         same = all(settings.get(name, getattr(self, name)) == getattr(self, name) for name in ("algorithm", "variant"))
         split = settings.get("partition", self.partition)
         leave = set(() if same else self.options) | {name for name, users in OF_PARTITIONS.items() if split not in users}
         if split == "user" and "clients" not in self.model_fields_set:
-            leave.add("clients")  # the data say how many
+            leave.add("clients")  # the data decide how many
         kept = {name: value for name, value in kept.items() if name not in leave}
         return make({**kept, **settings}, recorded=same and method is None and known_method(self.method) is None, method=method)
 
     def toml(self) -> str:
-        """Complete, so that `fedagg run config.toml` repeats the run; settings left open are left out."""
+        """All settings as TOML, so that `fedagg run config.toml` repeats the run; settings left open are omitted."""
         return tomli_w.dumps({k: list(v) if isinstance(v, tuple) else v for k, v in self.flat().items() if v not in (None, ())})
 
 
@@ -250,7 +250,7 @@ SETTINGS = tuple(Settings.model_fields)
 
 
 def refuse_odd(name: str, value: object, kinds: tuple[Any, ...]) -> None:
-    """A number must be one that float32 can still work with, and yes or no is none. Infinity means something in one place."""
+    """Refuse booleans as numbers, and numbers beyond float32. Infinity is allowed in one place."""
     if isinstance(value, bool) and bool not in kinds and (int in kinds or float in kinds):
         raise SettingError(name, value, "give a number")
     if isinstance(value, int | float) and float in kinds and not abs(value) < LARGEST and (name, value) != ("sigma", math.inf):
@@ -258,8 +258,8 @@ def refuse_odd(name: str, value: object, kinds: tuple[Any, ...]) -> None:
 
 
 def make(settings: Mapping[str, Any], recorded: bool = False, method: type | None = None) -> Config:
-    """A configuration from loose settings, or one line that says which is wrong and what to do. A `recorded` one is of a run that
-    was made: its method may be one that is not known here. `method` is the class of an algorithm that was given as an object."""
+    """A configuration from separate settings, or a one-line error. A `recorded` one comes from an earlier run, whose method may be
+    unknown here. `method` is the class of an algorithm given as an object."""
     try:
         return Config.model_validate(current(settings, recorded), context={"recorded": recorded, "method": method})
     except ValidationError as error:
@@ -269,7 +269,7 @@ def make(settings: Mapping[str, Any], recorded: bool = False, method: type | Non
 
 
 def current(settings: Mapping[str, Any], recorded: bool) -> Mapping[str, Any]:
-    """A record of an earlier version lists options of all methods, and settings of all partitions: those that say nothing go."""
+    """Drop meaningless entries: records of earlier versions list the options of all methods and the settings of all partitions."""
     if not ONCE_ALWAYS.keys() <= settings.keys():
         return settings
     own = options_of(settings)
@@ -285,14 +285,14 @@ def current(settings: Mapping[str, Any], recorded: bool) -> Mapping[str, Any]:
 
 
 def known_method(name: str) -> Any:
-    """The class of that name, if there is one."""
+    """The class of that name, if it exists."""
     from fedagg.algorithms import REGISTRY
 
     return REGISTRY.find(name) if REGISTRY.has(name) else None
 
 
 def options_of(settings: Mapping[str, Any]) -> Mapping[str, Option]:
-    """The options of the method that these settings choose; none where there is no such method."""
+    """The options of the method that these settings choose; empty if there is no such method."""
     algorithm, variant = (settings.get(name) or Config.model_fields[name].default for name in ("algorithm", "variant"))
     method = known_method(f"{algorithm}" if variant == "default" else f"{algorithm}-{variant}")
     return declared(method) if method is not None else {}
@@ -310,7 +310,7 @@ def listing(names: Sequence[str]) -> str:
 
 
 def no_such_option(name: str, value: object, methods: Sequence[str], partition: str) -> SettingError:
-    """The error for an option that none of the methods has: it names those that do."""
+    """The error for an option that none of these methods has. It names the methods that do."""
     others = having(name)
     if not others:
         own = [option for method in methods for option in declared(known_method(method))]
@@ -325,7 +325,7 @@ def no_such_option(name: str, value: object, methods: Sequence[str], partition: 
 
 
 def valid(option: Option, value: Any, config: Config) -> Any:
-    """The value of an option, as its declaration wants it."""
+    """The value of an option, checked and converted by its declaration."""
     if option.choices:
         if value in option.choices:
             return value
@@ -346,7 +346,7 @@ def valid(option: Option, value: Any, config: Config) -> Any:
 
 @functools.cache
 def checker(kind: type, limits: tuple[tuple[str, Any], ...]) -> TypeAdapter[Any]:
-    """Made once: it takes as long as the rest of a configuration."""
+    """A checker for one kind of option. Cached: making it takes as long as the rest of a configuration."""
     form: Any = Annotated[kind, Field(**dict(limits))]
     return TypeAdapter(form)
 
@@ -360,7 +360,7 @@ def advice(setting: str, message: str) -> str:
 def read(path: Path) -> dict[str, Any]:
     """The settings in a TOML file."""
     try:
-        settings = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a mark
+        settings = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a byte order mark
     except FileNotFoundError:
         raise SettingError("config", str(path), "there is no such file") from None
     except IsADirectoryError:
@@ -369,7 +369,7 @@ def read(path: Path) -> dict[str, Any]:
         raise SettingError("config", str(path), f"is a folder; {fix}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError("config", str(path), f"cannot be read: {error}") from None
-    except (ValueError, RecursionError) as error:  # also whole numbers and nesting beyond what Python reads
+    except (ValueError, RecursionError) as error:  # also integers and nesting beyond what Python reads
         raise SettingError("config", str(path), f"is not TOML: {error}") from None
     if "plugin" in settings:
         settings["plugin"] = plugins.named(settings["plugin"], path.parent)
@@ -380,17 +380,17 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def resolve(options: Mapping[str, Any], file: Path | None = None, preset: str | None = None, method: type | None = None) -> Config:
-    """Option, then file, then preset, then default. `method` is the class of an algorithm that was given as an object."""
+    """The configuration: option, then file, then preset, then default. `method` is the class of an algorithm given as an object."""
     return settled(*said(options, file, preset), method)
 
 
 def resolve_each(
     methods: Sequence[str], options: Mapping[str, Any], file: Path | None = None, preset: str | None = None
 ) -> list[Config]:
-    """A configuration for each of several methods: an option goes to those that have it, and one of them must."""
+    """A configuration for each of several methods. An option goes to the methods that have it; at least one must."""
     chosen, base = said(options, file, preset)
     own = {method: options_of({**base, **chosen, "algorithm": method}) for method in methods}
-    known = all(known_method(method) for method in methods)  # otherwise that is the error
+    known = all(known_method(method) for method in methods)  # otherwise the unknown method is the error
     for name, value in chosen.items():
         if known and name not in Config.model_fields and not any(name in each for each in own.values()):
             raise no_such_option(name, value, methods, str(chosen.get("partition")))
@@ -398,7 +398,7 @@ def resolve_each(
     following = {method for method in methods if known and known_method(method).scheduled}
 
     def fit(method: str) -> dict[str, Any]:
-        # Where some methods change their rates as they are told, those that measure them are not asked to.
+        # If some methods follow a rate schedule, methods that measure their rates do not get it.
         skip = schedule.SETTINGS if following and method not in following else ()
         mine = {k: v for k, v in chosen.items() if (k in Config.model_fields or k in own[method]) and k not in skip}
         return mine | {"algorithm": method}
@@ -408,10 +408,10 @@ def resolve_each(
 
 def settled(chosen: dict[str, Any], base: dict[str, Any], method: type | None = None) -> Config:
     own = declared(method) if method is not None else options_of(chosen)
-    # A preset is for every method: of its options, a method takes those that it has.
+    # A preset is for every method: a method takes only the options it has.
     fitting = {k: v for k, v in base.items() if k in Config.model_fields or k in own}
     config = make({**fitting, **chosen}, method=method)
-    if config.partition == "user" and "clients" in fitting:  # how many users there are, the data say
+    if config.partition == "user" and "clients" in fitting:  # the data decide how many users there are
         config = make({**{k: v for k, v in fitting.items() if k != "clients"}, **chosen}, method=method)
     if "alpha" in chosen and "sigma" not in chosen and config.partition.startswith("dirichlet"):
         words = f"alpha is {config.method}'s own; the concentration of the Dirichlet partition is sigma, {config.sigma:g} here"
@@ -420,7 +420,7 @@ def settled(chosen: dict[str, Any], base: dict[str, Any], method: type | None = 
 
 
 def said(options: Mapping[str, Any], file: Path | None, preset: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What was said about a run, option before file, and what a preset adds. Plugins are loaded: they may bring the method."""
+    """The settings given for a run, option before file, and those a preset adds. Loads plugins, which may define the method."""
     settings = read(file) if file else {}
     preset = preset or settings.pop("preset", None)
     settings.pop("preset", None)
@@ -432,7 +432,7 @@ def said(options: Mapping[str, Any], file: Path | None, preset: str | None) -> t
 
 
 def choices(name: str) -> tuple[str, ...]:
-    """The literal values a setting may take, if it is one of a few words."""
+    """The allowed words of a setting, if it is limited to some."""
     annotation = Config.model_fields[name].annotation
     for part in (annotation, *get_args(annotation)):
         if get_origin(part) is Literal:

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 
 class FedaggError(Exception):
-    """Something the user can mend. The command line prints it as one line and exits with status 2."""
+    """Something the user can fix. The command line prints it as one line and exits with status 2."""
 
 
 class SettingError(FedaggError):
@@ -20,10 +20,10 @@ class SettingError(FedaggError):
 
 
 def shown(value: object) -> str:
-    """A value as an error quotes it: on one line, and not too long."""
+    """A value as quoted in an error: on one line, and not too long."""
     try:
         text = repr(value)
-    except ValueError:  # Python does not print whole numbers of thousands of digits
+    except ValueError:  # Python does not print integers of thousands of digits
         text = type(value).__name__
     return text if len(text) <= 200 else f"{text[:200]}..."
 
@@ -33,29 +33,29 @@ class DataError(FedaggError):
 
 
 class MissingError(FedaggError, ImportError):
-    """A package is missing that only some users need."""
+    """An optional package is missing."""
 
     def __init__(self, what: str, package: str, extra: str) -> None:
         super().__init__(f"{what} needs {package.partition('.')[0]}, which is not installed: pip install 'fedagg[{extra}]'")
 
 
 def need(what: str, package: str, extra: str) -> None:
-    """Say in one line what to install, before any long work. The package itself is imported when it is used."""
+    """Raise a one-line error that says what to install, before any long work. The package itself is imported when it is used."""
     if find_spec(package) is None:
         raise MissingError(what, package, extra)
 
 
 class FedaggWarning(UserWarning):
-    """Something the user should know, and nothing has to be done about. The command line prints it as one line."""
+    """Something the user should know but need not act on. The command line prints it as one line."""
 
 
 def first_line(error: BaseException) -> str:
-    """What somebody else's error says, for a line of ours: an error may be long, and may say nothing."""
+    """The first line of another library's error, which may be long, or its type if it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def unknown(setting: str, value: object, known: Iterable[str], elsewhere: Mapping[str, str] | None = None) -> SettingError:
-    """The error for a name that does not exist, with the nearest one that does; `elsewhere` has what others call it."""
+    """The error for an unknown name, with the nearest known one; `elsewhere` maps names that other packages use."""
     names = sorted(known)
     near = [other for word, other in (elsewhere or {}).items() if word == value]
     near = near or [n for n in names if value and n.startswith(str(value))]

@@ -1,4 +1,4 @@
-"""Loss and metrics of the global model on the whole test set, and of every client by itself."""
+"""Loss and metrics of the global model on the whole test set, and for each client."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from fedagg.tasks import CLASSIFICATION, Task
 
 BATCH = {"cpu": 500, "cuda": 10_000}
 ROOM = 4 << 30  # bytes that the layers' outputs of one batch may take on a GPU
-WORST = 0.1  # of the clients, whose mean is reported beside that of all
+WORST = 0.1  # share of the clients whose mean is reported beside the mean of all
 
 
 def batch_size(setting: Setting) -> int:
-    """Test samples at a time: on a GPU as many as keep it busy, of deep networks as many as fit beside the training. By the network
-    alone, not by the memory that happens to be free: sums are to be the same every time."""
+    """Test samples at a time: on a GPU enough to keep it busy, for deep networks as many as fit beside the training. This depends
+    on the network only, not on the free memory, so that sums are the same every time."""
     most = BATCH[setting.device.type]
     return most if setting.device.type == "cpu" else max(1, min(most, ROOM // (4 * max(1, activations(setting)))))
 
 
 def parted(rows: Tensor, size: int) -> list[Tensor]:
-    """Rows in parts of a size, and never one alone behind others: some modules do not take that."""
+    """The rows in parts of this size, but never a last part of one row: some modules do not accept that."""
     parts = list(rows.split(size))
     return [*parts[:-2], rows[len(rows) - 1 - size :]] if len(parts) > 1 and len(parts[-1]) == 1 else parts
 
 
 class Evaluator:
-    """Samples, and how the task judges a model on them."""
+    """Evaluates a model on samples, by the task's loss and metrics."""
 
     def __init__(self, setting: Setting, x: Tensor, y: Tensor, task: Task = CLASSIFICATION) -> None:
         self.setting, self.task = setting, task
         self.space = Workspace(setting.module, setting.layout, setting.device)
         self.x, self.y = x.to(setting.device), y.to(setting.device)
         self.batch = batch_size(setting)
-        self.careful = True  # give the module copies: until it is known that it leaves what it is given alone
+        self.careful = True  # pass copies until it is known that the module does not change its input
 
     @torch.no_grad()
     def samples(self, model: Model) -> tuple[Tensor, list[Tensor]]:
@@ -79,7 +79,7 @@ class Evaluator:
 
 
 class ByClient(Protocol):
-    """How well a model does for each client, by the task's metric; not a number where a client has nothing to tell by."""
+    """Scores a model for each client by the task's metric; NaN for a client that cannot be scored."""
 
     def scores(self, model: Model) -> list[float]: ...
 
@@ -87,7 +87,7 @@ class ByClient(Protocol):
 
 
 class LikeItsOwn:
-    """Every client's share of the test set: weighted so that its labels are as frequent as in the client's own samples."""
+    """The test set weighted for each client, so that labels are as frequent as in the client's own samples."""
 
     def __init__(self, evaluator: Evaluator, parts: Sequence[Any]) -> None:
         self.evaluator, self.parts = evaluator, parts
@@ -98,7 +98,7 @@ class LikeItsOwn:
         return torch.bincount(self.evaluator.y, minlength=self.evaluator.setting.classes).double()
 
     def weights(self, client: int) -> Tensor:
-        """What a test sample of each class weighs for a client, (classes,)."""
+        """The weight of a test sample of each class for a client, (classes,)."""
         setting = self.evaluator.setting
         own = torch.as_tensor(np.asarray(self.parts[client]), dtype=torch.int64).to(setting.device)
         wanted = torch.bincount(setting.y[own], minlength=setting.classes).double()
@@ -117,12 +117,12 @@ class LikeItsOwn:
     def scores(self, model: Model) -> list[float]:
         _, (tally, *_) = self.evaluator.samples(model)
         chosen = torch.nn.functional.one_hot(self.evaluator.y, self.evaluator.setting.classes).double()
-        by_class = tally @ chosen  # a product, because on a GPU a scatter adds in any order
+        by_class = tally @ chosen  # a product, because a scatter on a GPU adds in no fixed order
         return [self.evaluator.task.metric.score(sums) for sums in (self.table @ by_class.T).cpu()]
 
 
 class Own:
-    """Samples of every client's own, on which it does not train."""
+    """Test samples that each client holds out from its own."""
 
     def __init__(self, setting: Setting, held: Sequence[Any], task: Task) -> None:
         self.setting, self.held, self.task = setting, [torch.as_tensor(np.asarray(part), dtype=torch.int64) for part in held], task
@@ -144,8 +144,8 @@ class Own:
 
 
 def held_out(parts: Sequence[Any], share: float, seed: int) -> tuple[list[Any], list[Any]]:
-    """Every client's samples to train on and to test on, both sorted. A client of one sample trains on it; any other has at least
-    one of both."""
+    """Every client's samples to train on and to test on, both sorted. A client with one sample trains on it; any other has at least
+    one of each."""
     train, test = [], []
     for client, part in enumerate(parts):
         rows = np.asarray(part)
@@ -157,7 +157,7 @@ def held_out(parts: Sequence[Any], share: float, seed: int) -> tuple[list[Any], 
 
 
 def spread(scores: Iterable[float], measure: Measure) -> dict[str, float]:
-    """Over the clients that can be scored: the mean, that of the worst tenth of them, and the standard deviation."""
+    """Over the clients that can be scored: the mean, the mean of the worst tenth, and the standard deviation."""
     known = sorted((score for score in scores if math.isfinite(score)), key=measure.better)
     if not known:
         return {}

@@ -1,5 +1,5 @@
-"""A trained network as a file that runs without fedagg: ONNX, TorchScript, or its weights alone. What was written is run, and must
-put out what the network does."""
+"""Write a trained network to a file that runs without fedagg: ONNX, TorchScript, or its weights alone. The file is then run, and
+its outputs must match the network's."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from fedagg.flat import copied
 from fedagg.inputs import Inputs
 
 ENDINGS = {"onnx": "onnx", "torchscript": "pt", "safetensors": "safetensors"}
-SAMPLES = 8  # that the file is tried on
-CLOSE = 1e-4  # of the largest number put out: how far the file's outputs may be from the network's
+SAMPLES = 8  # number of samples to try the file on
+CLOSE = 1e-4  # as a share of the largest output: how far the file's outputs may be from the network's
 
 Run = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A file that was written, and what the check of it found.
+    """A file that was written, and the result of its check.
 
     Attributes:
         path: the file.
-        samples: random samples that it was tried on; 0 for weights alone, which are compared as they are.
+        samples: random samples that it was tried on; 0 for weights alone, which are compared directly.
         difference: the largest difference between its outputs and the network's.
     """
 
@@ -47,7 +47,7 @@ class Exported:
 
 
 def export(network: nn.Module, inputs: Inputs | None, to: str, path: Path | None, folder: Path, facts: dict[str, Any]) -> Exported:
-    """`Result.export`: without a path, into the folder; `facts` go with weights that are written alone."""
+    """Carry out `Result.export`: without a path, into the folder; `facts` are stored with weights that are written alone."""
     if to not in ENDINGS:
         raise unknown("to", to, ENDINGS)
     if to == "onnx":
@@ -65,7 +65,7 @@ def export(network: nn.Module, inputs: Inputs | None, to: str, path: Path | None
             expected = whole(x)
             written, run = (onnx if to == "onnx" else torchscript)(whole, x[:2])
             difference = float((run(x) - expected).abs().max())
-        if not difference <= CLOSE * max(1.0, float(expected.abs().max())):  # also where it is not a number
+        if not difference <= CLOSE * max(1.0, float(expected.abs().max())):  # true for NaN too
             raise FedaggError(f"export to {to}: the file puts out other numbers than the network, by up to {difference:.3g}")
         samples = len(x)
     files.folder(path.parent)
@@ -74,7 +74,7 @@ def export(network: nn.Module, inputs: Inputs | None, to: str, path: Path | None
 
 
 def example(inputs: Inputs | None) -> Tensor:
-    """Random samples of the run's form; as tokens 0 and 1, which every vocabulary has."""
+    """Random samples in the form of the run's data; tokens are 0 and 1, which every vocabulary has."""
     if inputs is None:
         raise SettingError("shape", None, "the run folder does not say what a sample's shape is; give it, e.g. 1,28,28")
     generator, form = seeding.torch_generator(0, "export"), (SAMPLES, *inputs.shape)
@@ -82,7 +82,7 @@ def example(inputs: Inputs | None) -> Tensor:
 
 
 def weights(network: nn.Module, inputs: Inputs | None, facts: dict[str, Any]) -> bytes:
-    """The state of the module, under its own names, with what it is of beside it."""
+    """The module's state under its own names, with facts about the run beside it."""
     tensors = {name: t.detach().cpu().contiguous().clone() for name, t in network.state_dict().items()}
     facts = {"fedagg": fedagg.__version__, **facts}
     if inputs is not None:
@@ -95,7 +95,7 @@ def weights(network: nn.Module, inputs: Inputs | None, facts: dict[str, Any]) ->
 
 
 def torchscript(network: nn.Module, x: Tensor) -> tuple[bytes, Run]:
-    """Traced: what the network does with a sample must not depend on its values."""
+    """The network as TorchScript, by tracing: what it does with a sample must not depend on the sample's values."""
     buffer = io.BytesIO()
     torch.jit.save(torch.jit.trace(network, x, check_trace=False), buffer)  # the file is checked instead
     written = buffer.getvalue()
@@ -103,7 +103,7 @@ def torchscript(network: nn.Module, x: Tensor) -> tuple[bytes, Run]:
 
 
 def onnx(network: nn.Module, x: Tensor) -> tuple[bytes, Run]:
-    """With a batch of any size. One file, weights inside."""
+    """The network as ONNX, for batches of any size. One file, weights included."""
     import onnxruntime
 
     batch = torch.export.Dim("batch")
@@ -118,7 +118,7 @@ def onnx(network: nn.Module, x: Tensor) -> tuple[bytes, Run]:
 
 @contextmanager
 def one_line(to: str) -> Iterator[None]:
-    """What a network does that a format has no words for is said in many lines, by several libraries."""
+    """Turn the long errors that libraries raise for unsupported operations into one line."""
     try:
         yield
     except FedaggError:
@@ -129,7 +129,8 @@ def one_line(to: str) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Torch deprecates TorchScript, and remarks on packages that nobody asked for."""
+    """Silence torch's deprecation of TorchScript, and its remarks about packages that are not needed here."""
+
     logger = logging.getLogger("torch.onnx")
     before = logger.level
     logger.setLevel(logging.ERROR)

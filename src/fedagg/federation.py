@@ -1,4 +1,4 @@
-"""A run's life, from top to bottom: configuration, data, clients, rounds, record."""
+"""The life of a run from start to finish: configuration, data, clients, rounds, record."""
 
 from __future__ import annotations
 
@@ -41,32 +41,32 @@ from fedagg.tasks import Metric, Task
 from fedagg.work import Loss, Work
 
 CHECKPOINT_SECONDS = 45.0
-CHECKPOINT_SHARE = 0.05  # of a run's time may go into checkpoints that nobody asked for by number
-LOOKED_AT = 2000  # samples of a named set by which it is known again
-MEMORY_PART = 256 << 20  # bytes of what clients remember that a checkpoint takes at a time
+CHECKPOINT_SHARE = 0.05  # share of a run's time for checkpoints, unless `checkpoint_every` is set
+LOOKED_AT = 2000  # number of samples by which a named data set is recognised
+MEMORY_PART = 256 << 20  # bytes of client memory that a checkpoint handles at a time
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class Timing(dict[str, float]):
-    """Seconds, by what they went into."""
+    """Seconds by activity."""
 
     def __init__(self) -> None:
         self.clock = time.perf_counter()
 
     def lap(self, what: str) -> None:
-        """The time since the last call went into this."""
+        """Add the time since the last call to this activity."""
         now = time.perf_counter()
         self[what] = self.get(what, 0.0) + now - self.clock
         self.clock = now
 
 
 class Callback(Protocol):
-    """Watches a run: progress displays, trackers. Methods that are missing are not called; `round_done` stops the run after this
-    round by returning True. One that has a method `judged(measure)` is told first which figure the run is judged by. One that also
-    has `resumed(history)` is given the rounds that a resumed run has done already, and ends it there by returning True. An
-    attribute `reason` says why a callback ended a run."""
+    """Watches a run, e.g. a progress display or a tracker. Missing methods are not called. If `round_done` returns True, the run
+    stops after this round. A method `judged(measure)` is called first, with the figure that the run is judged by. A method
+    `resumed(history)` is given the rounds that a resumed run has already done; if it returns True, the run ends there. An attribute
+    `reason` says why a callback ended a run."""
 
     def started(self, config: Config, done: int) -> None: ...
 
@@ -76,14 +76,14 @@ class Callback(Protocol):
 
 
 def tell(callbacks: Sequence[Any], method: str, *what: Any) -> str | None:
-    """Call that method of each. If one returned True: why?"""
+    """Call this method of each callback. If one returned True, return the reason."""
     called = [(one, getattr(one, method)(*what)) for one in callbacks if hasattr(one, method)]
     return next((getattr(one, "reason", "") or type(one).__name__ for one, answer in called if answer is True), None)
 
 
 def guarded(function: Callable[P, R]) -> Callable[P, R]:
-    """Memory that runs out is the user's to mend, so it is one line like every other error of the kind; and torch has as many
-    threads and the same precision after a run as before."""
+    """Wrap a run: running out of memory becomes a one-line error, because the user can fix it, and torch's number of threads and
+    precision are restored afterwards."""
 
     @functools.wraps(function)
     def careful(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -91,13 +91,13 @@ def guarded(function: Callable[P, R]) -> Callable[P, R]:
             with as_usual():
                 return function(*args, **kwargs)
         except (MemoryError, RuntimeError) as error:
-            # torch says so in a class of its own on a GPU, and only in words on the CPU
+            # torch has an error class for this on a GPU, but only a message on the CPU
             if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
                 raise
             folder = kwargs.get("resume") or kwargs.get("out")
             begun = folder is not None and (Path(str(folder)) / "config.toml").exists()
             again = f", then go on with --resume {shlex.quote(str(folder))}" if begun else ""
-        # Of a run that has begun, only what may change without changing it.
+        # Of a run that has begun, name only settings that may still change.
         less = "--chunk, or give --client-memory disk" if begun else "--chunk, --batch-size or --participation, or the model"
         raise FedaggError(f"out of memory; lower {less}{again}")
 
@@ -125,19 +125,19 @@ def run(
     """Train one federated model.
 
     Args:
-        config: a complete configuration, which `settings` change; else `settings` and `preset` make one. Keyword names are the
-            command line's options, those of the method among them.
+        config: a complete configuration, which `settings` change. Without one, `settings` and `preset` make it. Keyword names are
+            the options of the command line, including those of the method.
         algorithm: a method's name, or your own object.
         data: your own data in place of a named set: a Dataset, or anything that `Dataset.of` takes.
         model: a name, or your own module.
         parts: your own partition: indices (or a mask) per client, in a list or a dictionary, or the user of every training sample.
-        loss: per-sample loss of (output, target), (B,); by default the task's, as cross-entropy for class labels.
+        loss: per-sample loss of (output, target), (B,); by default the task's, e.g. cross-entropy for class labels.
         metric: what the run is judged by: one of the task's by name, a `fedagg.tasks.Metric`, or a function of (output, target)
             that gives a score per sample, (B,), of which the mean is reported.
         out: the run folder; without one nothing is written.
-        resume: a run folder to go on with. Its settings are taken from there; those given here may change what `--resume` may.
+        resume: a run folder to continue. Its settings are used; settings given here may change what `--resume` may change.
         callbacks: watch the run; one whose `round_done` returns True stops it.
-        progress: show a bar; by default in a notebook and in a terminal, and not where standard error goes elsewhere.
+        progress: show a bar; by default in a notebook or a terminal, but not if standard error is redirected.
         wrap: put an engine of yours around the run's own, to see (or change) what every client does.
     """
     if resume is not None and out is not None:
@@ -188,7 +188,7 @@ def run(
         except KeyboardInterrupt as stop:
             keeper.interrupt(str(stop))
         except BaseException:
-            if not book.history:  # there is nothing to go on with
+            if not book.history:  # there is nothing to resume
                 book.withdraw()
             raise
         result = keeper.finish()
@@ -199,7 +199,7 @@ def run(
 
 
 class Simulation:
-    """The parts of a run, made from what was given and checked against each other: data, clients, network, engine and server."""
+    """The parts of a run, built from the arguments and checked against each other: data, clients, network, engine and server."""
 
     def __init__(
         self,
@@ -259,22 +259,22 @@ class Simulation:
 
     @property
     def follows(self) -> bool:
-        """Is this one of the other processes of a distributed run? The first one evaluates and keeps the record."""
+        """Is this not the first process of a distributed run? The first one evaluates and keeps the record."""
         return self.team is not None and self.team.rank > 0
 
     def agreed(self, stop: bool) -> bool:
-        """Does the run stop? In a distributed one the first process says so to all."""
+        """Does the run stop? In a distributed run the first process decides for all."""
         return stop if self.team is None else bool(self.team.most(torch.tensor([float(stop)])))
 
     def evaluate(self, model: Model) -> dict[str, float]:
-        """Loss and metrics on the test set, and how clients fare, where that is asked for."""
+        """Loss and metrics on the test set, and per-client scores if asked for."""
         figures = self.evaluator(model)
         if self.config.per_client or self.config.client_test:
             figures |= evaluate.spread(self.by_client.scores(model), self.task.metric)
         return figures
 
     def record(self, out: str | Path | None, resume: str | Path | None) -> record.Record:
-        """The run folder: a new one, one to go on with, or none."""
+        """The run folder: a new one, one to resume, or none."""
         environment = record.environment(self.device, self.engine.note, fedagg.__version__)
         environment |= {"data": self.given, "given": self.identity, "inputs": self.inputs.facts()}
         if self.task is not tasks.CLASSIFICATION:
@@ -287,8 +287,8 @@ class Simulation:
         return book
 
     def personal(self) -> float | None:
-        """Where it is asked for, or the method is judged by it: the mean over some clients of the metric after fitting the model to
-        each, on its own test samples or a test set weighted by its labels. A client that has neither is left out."""
+        """The personalised score, if asked for or if the method is judged by it: the mean over some clients, after fitting the
+        model to each, on its own test samples or on a test set weighted by its labels. Clients with neither are left out."""
         server, clients = self.server, self.server.clients(self.config.rounds)
         work = server.algorithm.personalised(clients)
         if work is None and self.config.personal:
@@ -311,7 +311,7 @@ class Keeper:
     def __init__(self, simulation: Simulation, book: record.Record) -> None:
         self.simulation, self.book, self.server, self.memory = simulation, book, simulation.server, simulation.memory
         self.settled, self.done, self.before, self.interrupted = self.server.freeze(0), 0, 0.0, False
-        self.stopped: str | None = None  # why, where a callback has the run end before its last round
+        self.stopped: str | None = None  # the reason, if a callback ended the run before its last round
         if book.resumed is not None:
             self.server.resume(book.resumed)
             if self.memory is not None:
@@ -325,7 +325,7 @@ class Keeper:
         return self.before + time.perf_counter() - self.started
 
     def book_round(self, row: dict[str, Any], clients: Clients) -> None:
-        with interrupt.held_back():  # a round is booked whole or not at all
+        with interrupt.held_back():  # a round is booked completely or not at all
             self.book.round(row, describe_clients(clients.t, clients))
             if self.memory is not None:
                 self.memory.commit()
@@ -338,7 +338,7 @@ class Keeper:
         self.book.checkpoint(Checkpoint(self.done, self.settled.tensors, facts, memorised(self.memory)))
 
     def save_if_due(self) -> None:
-        """Every so many rounds where the settings say so, else every minute or so, as long as it costs little."""
+        """Save a checkpoint after as many rounds as the settings say; by default about once a minute, if it costs little."""
         config, clock = self.simulation.config, time.perf_counter()
         if config.checkpoint_every:
             due = self.done % config.checkpoint_every == 0
@@ -350,7 +350,7 @@ class Keeper:
             self.took = self.saved - clock
 
     def interrupt(self, why: str) -> None:
-        """Drop what the round had begun."""
+        """Discard the round in progress."""
         self.interrupted = True
         if why:
             warnings.warn(why, stacklevel=3)
@@ -394,7 +394,7 @@ class Keeper:
 
 
 def warn_about(history: list[dict[str, Any]], scored: list[dict[str, Any]]) -> None:
-    """Say so where a run came to nothing."""
+    """Warn if a run achieved nothing."""
     causes = {cause for row in history for cause in row["causes"]} - {"dropped out"}
     if causes and all(row.get("unchanged") for row in history):
         words = f"not one client was valid in any round ({', '.join(sorted(causes))}): the model is as it was"
@@ -404,7 +404,7 @@ def warn_about(history: list[dict[str, Any]], scored: list[dict[str, Any]]) -> N
 
 
 def tell_left_out(left_out: dict[str, dict[str, int]], rounds: int) -> None:
-    """Who never counted is to be known: it may be honest, and unlike the others."""
+    """Warn about clients that were left out: they may be honest, only unlike the others."""
     for why, who in left_out.items():
         named = ", ".join(f"{client} in {count}" for client, count in list(who.items())[:5])
         more = f" and {len(who) - 5} more" if len(who) > 5 else ""
@@ -418,14 +418,14 @@ def chosen_data(config: Config, download: bool = True) -> Dataset:
 
 
 def counted(config: Config, data: Dataset) -> Config:
-    """The same with a client for every user of the data, where it is split by them and the number of clients was left open."""
+    """The configuration with one client per user of the data, if it is split by user and the number of clients was left open."""
     if config.partition != "user" or "clients" in config.model_fields_set:
         return config
     return config.model_copy(update={"clients": 1 if data.users is None else len(np.unique(data.users))})
 
 
 def seen_data(config: Config, data: Dataset, parts: Sequence[Any] | None) -> Dataset:
-    """The data as clients see them: without what is held back, normalised if that was asked for."""
+    """The data as clients see them: without the part held back, and normalised if asked for."""
     if config.validation and parts is not None:
         raise SettingError("validation", config.validation, "parts name samples of the whole training set; give one of the two")
     data = data.held_back(config.validation, config.seed)
@@ -451,7 +451,7 @@ def client_memory(config: Config, server: Server) -> ClientMemory:
 
 
 class Samples:
-    """A client's sample indices as a tensor, made when asked for: a million clients cost their arrays and no more."""
+    """A client's sample indices as a tensor, made on request, so that a million clients cost only their arrays."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self.parts = parts
@@ -516,13 +516,13 @@ def build_model(config: Config, data: Dataset | Inputs) -> nn.Module:
 
 
 def spills(config: Config, d: int, device: torch.device) -> bool:
-    """Do per-client vectors live on disk? When they could take more memory than they should: 1 GiB, or 4 of a GPU's."""
+    """Do per-client vectors live on disk? By default, if they could take more than 1 GiB of memory, or 4 GiB on a GPU."""
     most = (4 if device.type == "cuda" else 1) << 30
     return config.client_memory == "disk" or (config.client_memory == "auto" and config.clients * d * 4 > most)
 
 
 def describe(t: int, clients: Clients, algorithm: algorithms.Algorithm, unchanged: bool) -> dict[str, Any]:
-    """A line of metrics.jsonl. In a round that left the model as it was, the algorithm has no figures of its own."""
+    """A line of metrics.jsonl. A round that left the model unchanged has no figures from the algorithm."""
     row: dict[str, Any] = {"round": t + 1}
     out = clients.outcome
     if out is not None:
@@ -566,7 +566,7 @@ def describe_clients(t: int, clients: Clients) -> dict[str, Any]:
 
 
 def fingerprint(config: Config, data: Dataset, parts: Sequence[Any], module: nn.Module, loss: Loss, task: Task) -> dict[str, str]:
-    """What the configuration does not say: the model's form, and what was given from Python."""
+    """Checksums of what the configuration does not say: the model's form, and what was given from Python."""
 
     def digest(pieces: Iterable[Any]) -> str:
         total = hashlib.blake2b(digest_size=16)
@@ -581,7 +581,7 @@ def fingerprint(config: Config, data: Dataset, parts: Sequence[Any], module: nn.
     form += [each.detach().cpu().reshape(-1).view(torch.uint8).numpy() for each in rest]  # a checkpoint does not hold these
     known = {"model": digest(form if config.model != "custom" else [*form, repr(module)]), "loss": checks.name_of(loss)}
     known |= {} if task is tasks.CLASSIFICATION else {"metric": task.metric.key}
-    # Of a named set, and of what stays on the disk, all labels and some samples: no need to look at everything at every start.
+    # For named sets and data on disk: all labels but only some samples, to avoid reading everything at every start.
     own = config.dataset == "custom" or is_path(config.dataset)
 
     def looked_at(x: Any) -> int:
@@ -595,7 +595,7 @@ def fingerprint(config: Config, data: Dataset, parts: Sequence[Any], module: nn.
 
 
 def memorised(memory: ClientMemory | None) -> Iterator[dict[str, Tensor]]:
-    """What the clients remember, for a checkpoint; some clients at a time, for all of it may be more than memory holds."""
+    """What clients remember, for a checkpoint; a few clients at a time, because all of it may not fit into memory."""
     if memory is not None:
         ids, some = sorted(memory.rows), max(1, MEMORY_PART // (4 * memory.d))
         for at in range(0, len(ids), some):
@@ -603,7 +603,7 @@ def memorised(memory: ClientMemory | None) -> Iterator[dict[str, Tensor]]:
 
 
 def recall(saved: Checkpoint, memory: ClientMemory, clients: int) -> None:
-    """Back from `memorised`."""
+    """Restore what `memorised` produced."""
     for part in saved.parts:
         ids, rows = part.get("ids", torch.zeros(0)), part.get("rows", torch.zeros(0))
         if ids.ndim != 1 or rows.shape != (len(ids), memory.d) or any(not 0 <= client < clients for client in ids.tolist()):

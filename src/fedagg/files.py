@@ -1,4 +1,4 @@
-"""Writing files so that nobody ever sees half of one: written aside, flushed, moved into place."""
+"""Write files so that nobody ever sees a partial one: to a temporary file, flushed, then moved into place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedagg.errors import FedaggError, SettingError
 
 
 def write(path: Path, content: bytes | str) -> None:
-    """Replace `path` by `content` in one step; a failure leaves what was there before, and one line that says so."""
+    """Replace `path` by `content` in one step. On failure the old file stays, and a one-line error is raised."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(aside, "wb") as handle:
@@ -31,7 +31,7 @@ def write(path: Path, content: bytes | str) -> None:
 
 
 def append(path: Path, line: str) -> None:
-    """Add a line; where only a part of it fits, nothing is added."""
+    """Add a line. If only a part of it fits, nothing is added."""
     try:
         with open(path, "ab") as handle:
             before = handle.tell()
@@ -49,7 +49,7 @@ def append(path: Path, line: str) -> None:
 
 
 def flush(path: Path) -> None:
-    """See a file, or the names in a folder, safely onto the disk."""
+    """Flush a file, or the names in a folder, to disk."""
     if path.is_dir() and sys.platform == "win32":
         return
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
@@ -60,19 +60,19 @@ def flush(path: Path) -> None:
 
 
 def tidy(path: Path) -> None:
-    """Remove what a killed process was still writing aside."""
+    """Remove temporary files that a killed process left behind."""
     for part in path.glob(".*.part"):
         with suppress(OSError):
             part.unlink()
 
 
 def folder(path: Path, setting: str = "out") -> Path:
-    """Make a folder, or say in one line why not."""
+    """Make a folder, or raise a one-line error."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe = path / f".probe.{os.getpid()}"
         probe.touch()
-        probe.unlink(missing_ok=True)  # another thread may have been here at the same time
+        probe.unlink(missing_ok=True)  # another thread may have removed it
     except OSError as error:
         raise FedaggError(f"{setting} = {str(path)!r}: {reason(error)}; choose a folder you can write to") from None
     return path
@@ -80,7 +80,7 @@ def folder(path: Path, setting: str = "out") -> Path:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One process at a time; the others wait. The operating system lets go of the lock when its process dies."""
+    """Let one process in at a time; the others wait. The operating system releases the lock when its process dies."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
@@ -93,7 +93,7 @@ def locked(path: Path) -> Iterator[None]:
         else:
             import fcntl
 
-            with suppress(OSError):  # a file system without locks: two writers go unnoticed there
+            with suppress(OSError):  # on a file system without locks, two writers go unnoticed
                 fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
@@ -101,7 +101,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 class Claim:
-    """A folder that one process works in at a time. The operating system lets go of it when the process dies."""
+    """A folder that one process works in at a time. The operating system releases it when the process dies."""
 
     def __init__(self, path: Path, setting: str) -> None:
         self.handle: int | None = None
@@ -116,12 +116,12 @@ class Claim:
                 return
             except BlockingIOError:
                 if again:
-                    time.sleep(0.05)  # somebody may only have looked, with `claimed`
+                    time.sleep(0.05)  # it may only have been a short look by `claimed`
                     continue
                 self.release()
                 raise SettingError(setting, str(path), "is in use by another process; wait for it, or stop it") from None
             except OSError:
-                self.release()  # a file system without locks: two runs in one folder go unnoticed there
+                self.release()  # on a file system without locks, two runs in one folder go unnoticed
                 return
 
     def release(self) -> None:
@@ -131,7 +131,7 @@ class Claim:
 
 
 def claimed(path: Path) -> bool | None:
-    """Is a process at work in this folder? None where the system cannot tell."""
+    """Is a process working in this folder? None if the system cannot tell."""
     if sys.platform == "win32":
         return None
     import fcntl

@@ -1,7 +1,7 @@
 """A model as two flat vectors: the trainable weights w, and the buffers that are only ever averaged.
 
-All the mathematics of the package (directions, distances, mean fields, server optimisers) is written on w as the paper
-writes it, a vector in R^d; this file is the only one that knows how a vector becomes a module again.
+All mathematics of the package (directions, distances, mean fields, server optimisers) is written for w as a vector in R^d, as in
+the paper. Only this file knows how a vector becomes a module again.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Model:
 class Layout:
     """Where each parameter and buffer of a module lies in the flat vectors.
 
-    Integer buffers (batch counters) travel as floats beside the statistics they count, are averaged like them, and are
-    rounded when they are written back. What did not change on the way is left as it is: floats do not hold every number.
+    Integer buffers (batch counters) travel as floats beside the statistics they count, are averaged like them, and are rounded when
+    they are written back. Unchanged ones are left alone, because floats cannot represent every integer.
 
-    Parameters without a gradient, and the buffers of modules that say `frozen_buffers`, stay where they are.
+    Parameters without a gradient, and the buffers of modules with `frozen_buffers`, are not part of the vectors.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -103,7 +103,7 @@ class Layout:
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """A deep copy that has the hooks of its parameters too, which torch leaves behind."""
+    """A deep copy that includes the hooks of parameters, which torch drops."""
     hooks = [list((p._backward_hooks or {}).values()) for p in module.parameters()]
     twin, hooks = copy.deepcopy((module, hooks))  # together: a hook may be a method of the module
     for parameter, own in zip(twin.parameters(), hooks, strict=True):
@@ -115,7 +115,7 @@ def copied(module: nn.Module) -> nn.Module:
 class Workspace:
     """A copy of a module whose parameters and gradients are views of two flat vectors, `w` and `g`.
 
-    Loading a model is one copy, a step of SGD one operation on d numbers, and nobody loops over parameters.
+    Loading a model is one copy, a step of SGD is one operation on d numbers, and nothing loops over parameters.
     """
 
     def __init__(self, module: nn.Module, layout: Layout, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""The form of run folders and checkpoints has a number. What a newer version wrote is refused: guessing would damage it."""
+"""The format number of run folders and checkpoints. Those of a newer version are refused: guessing would damage them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedagg.errors import FedaggError
 
-FORMAT = 1  # folders and checkpoints without a number are of this one
+FORMAT = 1  # also the format of folders and checkpoints without a number
 
 
 def check(found: object, path: Path) -> None:
@@ -17,8 +17,8 @@ def check(found: object, path: Path) -> None:
 
 
 def check_run(folder: Path) -> None:
-    """Can this run folder be read? Its number is in environment.json, which is written before all else."""
+    """Refuse a run folder of a newer format. The number is in environment.json, which is written first."""
     found: object = {}
-    with suppress(OSError, ValueError, RecursionError):  # whoever needs the file says that it is damaged
+    with suppress(OSError, ValueError, RecursionError):  # the code that needs the file reports the damage
         found = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
     check(found.get("format", 1) if isinstance(found, dict) else 1, folder)

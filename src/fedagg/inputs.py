@@ -1,4 +1,4 @@
-"""What the samples of a run were like, which whoever uses its network later has to know."""
+"""What a run's samples were like, which later users of its network have to know."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Inputs:
 
     Attributes:
         shape: of one sample.
-        classes: how many there are, or how many numbers the network puts out.
-        task: what is learnt, e.g. `classification`.
-        tokens: are samples whole numbers, such as token ids?
-        mean: what was subtracted from samples, where the run standardised them.
-        std: what they were divided by then.
+        classes: number of classes, or of outputs.
+        task: the kind of task, e.g. `classification`.
+        tokens: are samples integers, such as token ids?
+        mean: what was subtracted from samples, if the run standardised them.
+        std: what they were then divided by.
     """
 
     shape: tuple[int, ...]
@@ -32,25 +32,25 @@ class Inputs:
 
     @classmethod
     def of(cls, seen: Dataset) -> Inputs:
-        """From the data as clients see them."""
+        """The inputs of a data set as clients see it."""
         mean, std = seen.scale if seen.scale is not None else (None, None)
         return cls(seen.shape, seen.classes, not seen.x_train.dtype.is_floating_point, mean, std, seen.task)
 
     def scale(self) -> dict[str, Tensor]:
-        """The numbers of the standardisation, for a file of their own."""
+        """The mean and deviation of the standardisation, for a separate file."""
         return {name: value for name, value in (("mean", self.mean), ("std", self.std)) if value is not None}
 
     def in_front(self, network: nn.Module) -> nn.Module:
-        """A network as it takes samples from outside: with the standardisation of the run, if it had one, in front."""
+        """The network for samples from outside: preceded by the run's standardisation, if it had one."""
         return network if self.mean is None or self.std is None else Standardised(network, self.mean, self.std)
 
     def facts(self) -> dict[str, Any]:
-        """For the record: all but the numbers of the standardisation."""
+        """All fields for the record, except the numbers of the standardisation."""
         return {"shape": list(self.shape), "classes": self.classes, "tokens": self.tokens, "task": self.task}
 
 
 class Standardised(nn.Module):
-    """A network with what the run did to its samples in front of it: it takes them as people have them."""
+    """A network preceded by the run's standardisation: it takes samples as users have them."""
 
     def __init__(self, network: nn.Module, mean: Tensor, std: Tensor) -> None:
         super().__init__()

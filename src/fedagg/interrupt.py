@@ -1,4 +1,4 @@
-"""Ctrl-C at a moment of our choosing."""
+"""Delay Ctrl-C until a safe moment."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """What is done within is done whole: an interrupt that arrives meanwhile is delivered at the end."""
-    if threading.current_thread() is not threading.main_thread():  # others never receive one
+    """Complete the block without interruption: an interrupt that arrives meanwhile is delivered at its end."""
+    if threading.current_thread() is not threading.main_thread():  # other threads never receive one
         yield
         return
     waiting: list[int] = []

@@ -1,4 +1,4 @@
-"""A run folder read back into the object that the run returned: `fedagg.load`."""
+"""Read a run folder back into the object that the run returned: `fedagg.load`."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from fedagg.work import Loss
 
 
 def load(run: str | Path, *, model: nn.Module | None = None, loss: Loss | None = None) -> Result:
-    """The result of a run, from its folder: settings, history, and the network with its weights.
+    """The result of a run, read from its folder: settings, history, and the network with its weights.
 
     Args:
         run: the run folder.
-        model: the network, where the run got it from Python: a folder holds its weights, and cannot rebuild it.
-        loss: the loss of a sample, where the run got that from Python; only `evaluate` needs it.
+        model: the network, if the run got it from Python: a folder holds its weights but cannot rebuild it.
+        loss: the loss of a sample, if the run got it from Python; only `evaluate` needs it.
     """
     folder = checks.path("run", run)
     if folder is None:
         raise SettingError("run", run, "give the name of a run folder")
     if model is not None:
-        checks.given(None, model, None)  # is it a module at all?
+        checks.given(None, model, None)  # refuses what is not a module
     kept = runs.load(folder)
     inputs = inputs_of(kept)
     network = checks.own(model) if model is not None else rebuilt(kept.config, inputs, folder)
@@ -44,7 +44,7 @@ def load(run: str | Path, *, model: nn.Module | None = None, loss: Loss | None =
     if kept.config.metric is not None:
         task = task.judged_by(kept.config.metric)
     given: Any = kept.environment.get("given")
-    name = given.get("loss") if isinstance(given, dict) else None  # a federation's server does not say
+    name = given.get("loss") if isinstance(given, dict) else None  # a federation's server does not record it
     result = Result(
         kept.config,
         history,
@@ -66,7 +66,7 @@ def load(run: str | Path, *, model: nn.Module | None = None, loss: Loss | None =
 
 
 def inputs_of(run: Run) -> Inputs | None:
-    """What the folder says of the samples; earlier versions, and servers of federations, say nothing."""
+    """What the folder says about the samples; None from earlier versions and from servers of federations."""
     facts: Any = run.environment.get("inputs")
     try:
         found = Inputs(
@@ -89,7 +89,7 @@ def scale_of(run: Run) -> dict[str, Tensor]:
 
 
 def rebuilt(config: Config, inputs: Inputs | None, folder: Path) -> nn.Module:
-    """The network as the run began with it."""
+    """The network as it was at the start of the run."""
     if config.model == "custom":
         words = f"the run's model came from Python; give it again: fedagg.load({str(folder)!r}, model=...)"
         raise SettingError("run", str(folder), words)

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from fedagg.errors import SettingError
 
-PLATEAU = 0.01  # of the loss: where no rate gains more in a round, none is clearly good
+PLATEAU = 0.01  # share of the loss: if no rate gains more in a round, none is clearly good
 
 
 def weight_ratio(alpha: float) -> float:
-    """c = (1-α)/α: a smaller α stresses the deviation from the average more, and gives bolder rates."""
+    """c = (1-α)/α. A smaller α puts more weight on the deviation from the average, and gives bolder rates."""
     if not 0.0 < alpha < 1.0:
         raise SettingError("alpha", alpha, "choose a number strictly between 0 and 1, e.g. 0.1")
     return (1.0 - alpha) / alpha
@@ -95,15 +95,15 @@ def affine_rates(gram: Tensor, drift: Tensor, alpha: float) -> tuple[Tensor, Ten
 
 
 def bound_rates(rates: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
-    """Proposition 3 asks for 0 < η ≤ δ. The closed form alone does not promise it, so it is kept: low ≤ η ≤ high."""
+    """The rates, kept within low ≤ η ≤ high. Proposition 3 asks for 0 < η ≤ δ, which the closed form alone does not guarantee."""
     low, high = torch.as_tensor(low).to(rates), torch.as_tensor(high).to(rates)
     return rates.clamp(min=low).minimum(high.expand_as(rates))
 
 
 def agreement(mean_norm2: float, norm2_mean: float, count: int) -> float:
-    r"""How far the clients' gradients point the same way: $|\bar g|^2 / \overline{|g_i|^2}$, in [0, 1], debiased.
+    r"""How far the clients' gradients agree in direction: $|\bar g|^2 / \overline{|g_i|^2}$, in [0, 1], debiased.
 
-    N independent gradients without a common part would still give 1/N: (N r - 1)/(N - 1) takes that out.
+    N independent gradients without a common part would still give 1/N; (N r - 1)/(N - 1) removes this.
     """
     if count < 2 or norm2_mean <= 0.0:
         return 1.0
@@ -112,7 +112,7 @@ def agreement(mean_norm2: float, norm2_mean: float, count: int) -> float:
 
 
 def departure(norm2: Tensor, along: Tensor, gram: Tensor, model: Tensor) -> float:
-    r"""How far clients end from where the model behind Theorem 1 puts them, relative to how far they moved; the mean over clients.
+    r"""How far clients end from where Theorem 1's model puts them, relative to how far they moved; the mean over clients.
 
     The model (Eq. 14) says $\Delta_i = -\sum_l a_{i,l}\phi_{1,l}$. Only inner products are needed:
     $|\Delta_i + \sum_l a_{i,l}\phi_{1,l}|^2 = |\Delta_i|^2 + 2\sum_l a_{i,l}\,\Delta_i\cdot\phi_{1,l} + a_i^\top G a_i$.
@@ -128,14 +128,14 @@ def departure(norm2: Tensor, along: Tensor, gram: Tensor, model: Tensor) -> floa
 
 
 def gains(losses: dict[int, float], first: float) -> bool:
-    """Does one of these losses take more than the share `PLATEAU` off the first one?"""
+    """Is the lowest of these losses below the first one by more than the share `PLATEAU`?"""
     return first - min(losses.values()) > PLATEAU * abs(first)
 
 
 def next_power(losses: dict[int, float], first: float) -> int | None:
-    """Which rate to try next, if the best is not yet found. Rates are powers of two, of which clients at loss `first` have tried
-    some, with these losses. First every other one, outwards, until the best lies between two worse ones; then its two neighbours.
-    Where none gains anything, as on a plateau, the way is upwards, until a rate does harm."""
+    """The next rate to try, or None if the best is found. Rates are powers of two; `losses` has those that clients at loss `first`
+    have tried. The search first tries every other power, outwards, until the best lies between two worse ones, then its two
+    neighbours. If none gains anything, as on a plateau, it goes upwards until a rate does harm."""
     low, high, best = min(losses), max(losses), min(sorted(losses), key=lambda k: losses[k])
     harmless = losses[high] - first <= PLATEAU * abs(first)
     if best == low and losses[low] - first > PLATEAU * abs(first):
@@ -148,8 +148,8 @@ def next_power(losses: dict[int, float], first: float) -> int | None:
 
 
 def best_power(losses: dict[int, float], first: float) -> float:
-    """The power of two of the best rate: the lowest point of the parabola through the lowest loss and its neighbours, if they were
-    tried. On a plateau, where losses tell nothing but which rates do harm, it is the highest that does none."""
+    """The exponent of the best rate: the minimum of the parabola through the lowest loss and its two neighbours, if they were
+    tried. On a plateau, where losses only tell which rates do harm, it is the highest that does none."""
     best = min(sorted(losses), key=lambda k: losses[k])
     above = min((k for k in losses if k > best and losses[k] > first), default=None)
     if not gains(losses, first) and above is not None and losses[best] <= first:
@@ -175,5 +175,5 @@ class MeanField:
         return affine_rates((phi1 @ phi1.T).cpu(), (phi1 * ahead).sum(-1).cpu(), alpha)
 
     def gap(self, other: MeanField) -> tuple[float, float]:
-        """ε1 and ε2 of Algorithm 1 with norms: the printed signed sums can cancel and then mean nothing."""
+        """ε1 and ε2 of Algorithm 1, as norms: the signed sums printed in the paper can cancel and then mean nothing."""
         return float((self.phi1 - other.phi1).norm()), float((self.phi2 - other.phi2).norm())

@@ -1,4 +1,4 @@
-"""What clients remember from one round to the next: a vector each, for those that have taken part."""
+"""What clients remember from one round to the next: one vector for each client that has taken part."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from fedagg.files import reason
 class ClientMemory:
     """Vectors by client, zero until first written.
 
-    New vectors are staged while a round runs, kept for the clients that the server finds valid, and committed when
-    the round is booked: a client that was left out, and every client of a round that was broken off, keeps what it
-    remembered before. With `disk`, the vectors live in a file without a name, which goes with the process, and memory does not grow
-    with the clients that have taken part."""
+    New vectors are staged during a round, kept for the clients that the server finds valid, and committed when the round is booked.
+    So a client that was left out, and every client of an aborted round, keeps its earlier vector. With `disk`, the vectors live in
+    an unnamed file that disappears with the process, and memory does not grow with the number of clients."""
 
     def __init__(self, d: int, disk: bool = False, device: torch.device | str = "cpu") -> None:
         self.d, self.device = d, "cpu" if disk else device
@@ -35,13 +34,13 @@ class ClientMemory:
         self.staged.update(zip(clients, vectors.to(self.device).unbind(), strict=True))
 
     def share(self, clients: Sequence[int], team: Team) -> None:
-        """In a distributed run, what one process staged is staged by all: next time the client may be dealt to another."""
+        """Stage in all processes of a distributed run what one has staged: next time the client may be given to another process."""
         for client in clients:
             vector = self.staged.get(client, torch.zeros(self.d, device=self.device))
             self.staged[client] = team.sum(vector)
 
     def keep(self, valid: Iterable[int]) -> None:
-        """The server has judged: of what is staged, this stays."""
+        """Keep the staged vectors of these valid clients, and drop the others."""
         self.kept = {client: self.staged[client] for client in valid if client in self.staged}
         self.staged = {}
 
@@ -55,12 +54,12 @@ class ClientMemory:
 
 
 class Shelf:
-    """A file of vectors, one after another as clients first bring them. Read and written rather than mapped: mapped pages count as
-    the process's own, and those of a million clients are more than it may take."""
+    """A file of vectors, in the order in which clients first bring them. It is read and written, not mapped: mapped pages count as
+    the process's memory, and those of a million clients would be too much."""
 
     def __init__(self, d: int) -> None:
         self.bytes, self.places = 4 * d, dict[int, int]()
-        self.file = tempfile.TemporaryFile(prefix="fedagg-")  # noqa: SIM115  open as long as this is used
+        self.file = tempfile.TemporaryFile(prefix="fedagg-")  # noqa: SIM115  stays open as long as this object
 
     def get(self, client: int, default: Tensor) -> Tensor:
         if client not in self.places:

@@ -21,7 +21,7 @@ LIMITS = ("gt", "ge", "lt", "le")
 
 @dataclass(frozen=True)
 class Option:
-    """What a method says about one of its options."""
+    """The declaration of one of a method's options."""
 
     name: str
     kind: type  # bool, int, float or str
@@ -29,7 +29,7 @@ class Option:
     description: str = ""
     limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
     choices: tuple[str, ...] = ()
-    optional: bool = False  # may it be None, the method's own choice?
+    optional: bool = False  # may it be None, so that the method chooses?
 
 
 def option(
@@ -41,16 +41,16 @@ def option(
     lt: float | None = None,
     le: float | None = None,
 ) -> Any:
-    """A dataclass field that is an option of a method, with its default, what it means, and its range."""
+    """A dataclass field that declares an option of a method, with default, meaning and range."""
     given = dict(zip(LIMITS, (gt, ge, lt, le), strict=True))
     limits = {name: value for name, value in given.items() if value is not None}
     return dataclasses.field(default=default, metadata={"description": description, "limits": limits})
 
 
 def declared(method: type) -> Mapping[str, Option]:
-    """The options of a method by name: the dataclass fields that a line of text can set, save `lr`, which every method has.
+    """The options of a method by name: the dataclass fields that text can set, except `lr`, which every method has.
 
-    A plain field with a default is an option too. One of another type (a list, a function) is set where the object is made.
+    A plain field with a default is an option too. A field of another type (a list, a function) is set when the object is made.
     """
     return _declared(method)
 
@@ -59,7 +59,7 @@ def declared(method: type) -> Mapping[str, Option]:
 def _declared(method: Any) -> Mapping[str, Option]:
     try:
         hints = get_type_hints(method)
-    except Exception as error:  # a name in an annotation that is not there
+    except Exception as error:  # a name in an annotation that does not exist
         raise SettingError("algorithm", method.__qualname__, f"its annotations cannot be read: {first_line(error)}") from None
     found = {}
     for field in dataclasses.fields(method):
@@ -72,7 +72,7 @@ def _declared(method: Any) -> Mapping[str, Option]:
 
 
 def plain(annotation: Any) -> tuple[type, tuple[str, ...], bool] | None:
-    """The type in an annotation, the words it is limited to, whether it may be None; None where text cannot say such a value."""
+    """The type in an annotation, the words it is limited to, and whether it may be None; or None if text cannot express it."""
     parts = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
     rest = [part for part in parts if part is not type(None)]
     if len(rest) != 1:

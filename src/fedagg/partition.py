@@ -1,7 +1,7 @@
-"""Who holds which samples: splits of a training set over clients, alike or skewed.
+"""Partitions: which client holds which samples of a training set, evenly or skewed.
 
-Each split returns one array of indices per client, in ascending order. No sample is given twice and no client is
-left with nothing. The same seed gives the same split, whatever else draws random numbers.
+Each split returns one array of indices per client, in ascending order. No sample is given twice and no client is left empty. The
+same seed gives the same split, whatever else draws random numbers.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ Labels = torch.Tensor | npt.NDArray[Any]
 
 _IID, _SHARDS, _BY_CLIENT, _BY_CLASS, _QUANTITY, _FEATURE = 101, 102, 103, 104, 105, 106
 _TRIES = 100
-MANY = 10_000  # clients: more than these draw in blocks, which gives other numbers from the same seed, and a split 20 times as fast
+MANY = 10_000  # more clients than this draw in blocks: other numbers from the same seed, but 20 times as fast
 BLOCK = 1 << 20  # numbers drawn at a time
-BY_LABEL = ("shards", "dirichlet", "dirichlet-class")  # need one class label a sample
-FOR_ALL = ("iid", "quantity", "feature", "user")  # whatever the targets are
+BY_LABEL = ("shards", "dirichlet", "dirichlet-class")  # need one class label per sample
+FOR_ALL = ("iid", "quantity", "feature", "user")  # work with any targets
 _NAMES = ("iid", "shards", "dirichlet", "dirichlet-class", "quantity", "feature", "user")
 
 
-# Splits of others: functions of labels, number of clients and seed that return an array of indices per client.
+# Registered splits: functions of labels, number of clients and seed that return an array of indices per client.
 REGISTRY: Registry[Callable[[npt.NDArray[Any], int, int], Sequence[Any]]] = Registry("partition", "fedagg.partitions", taken=_NAMES)
 register = REGISTRY.register
 
 
 def names() -> list[str]:
-    """The splits that `partition` knows."""
+    """The names of the splits that `partition` knows."""
     return [*_NAMES, *REGISTRY]
 
 
@@ -53,7 +53,7 @@ def partition(
     column: int = 0,
     x: Labels | None = None,
 ) -> Indices:
-    """The split of that name; `sigma` is for the Dirichlet ones, `per_client` for shards, `deviation` for quantity, `column` and
+    """The split of that name. `sigma` is for the Dirichlet splits, `per_client` for shards, `deviation` for quantity, `column` and
     the samples `x` for feature."""
     if name == "iid":
         return iid(labels, clients, seed)
@@ -73,7 +73,7 @@ def partition(
 
 
 def by_user(users: npt.ArrayLike, clients: int | None = None) -> Indices:
-    """A client of each user, in the order of their ids; of the users with the most samples where fewer clients are asked for."""
+    """One client per user, in the order of their ids. If fewer clients are asked for, the users with the most samples."""
     ids, owners, sizes = np.unique(np.asarray(users), return_inverse=True, return_counts=True)
     parts = _gather(np.arange(len(owners)), owners, len(ids))
     if clients is None or clients == len(ids):
@@ -84,7 +84,7 @@ def by_user(users: npt.ArrayLike, clients: int | None = None) -> Indices:
 
 
 def _own(name: str, labels: npt.NDArray[Any], clients: int, seed: int) -> Indices:
-    """A split of somebody else's, held to what is promised of all of them."""
+    """A registered split, checked for what every split guarantees."""
     parts = [np.sort(np.asarray(part)) for part in REGISTRY.find(name)(labels, clients, seed)]
     wrong = ""
     if len(parts) != clients:
@@ -100,7 +100,7 @@ def _own(name: str, labels: npt.NDArray[Any], clients: int, seed: int) -> Indice
 
 
 def iid(labels: Labels, clients: int, seed: int = 0) -> Indices:
-    """A random split of everything, as even as can be."""
+    """A random split of all samples, as even as possible."""
     labels = _counted(labels, clients)
     order = _rng(_IID, seed).permutation(len(labels))
     return _gather(order, np.repeat(np.arange(clients), _even(len(labels), clients)), clients)
@@ -121,11 +121,11 @@ def shards(labels: Labels, clients: int, per_client: int = 2, seed: int = 0) -> 
 def dirichlet(labels: Labels, clients: int, sigma: float, seed: int = 0, by: str = "client") -> Indices:
     """Label skew from a Dirichlet distribution: the smaller `sigma`, the fewer classes a client sees.
 
-    by="client" (Hsu et al. 2019): clients of equal size, each with its own mix of classes drawn from
-    Dir(sigma * C * p), where p is the mix of all C classes: with balanced classes, concentration sigma per class.
-    What does not divide evenly is left out. Clients draw one after the other, in the order of their numbers, so the last
-    ones take what is left; more than 10,000 clients draw in blocks, by the same law. by="class" (NIID-Bench): each class
-    is dealt to the clients in shares drawn from Dir(sigma), and sizes differ. An infinite sigma is the IID split.
+    by="client" (Hsu et al. 2019): clients of equal size, each with its own mix of classes drawn from Dir(sigma * C * p), where p is
+    the mix of all C classes. With balanced classes this is concentration sigma per class. Samples that do not divide evenly are
+    left out. Clients draw in the order of their numbers, so the last ones take what is left; more than 10,000 clients draw in
+    blocks, by the same law. by="class" (NIID-Bench): each class is dealt to the clients in shares drawn from Dir(sigma), and sizes
+    differ. An infinite sigma is the IID split.
     """
     labels = _checked(labels, clients)
     if by not in ("client", "class"):
@@ -134,7 +134,7 @@ def dirichlet(labels: Labels, clients: int, sigma: float, seed: int = 0, by: str
         raise SettingError("sigma", sigma, "must be a number above 0, or inf for the IID split")
     if math.isinf(sigma):
         return iid(labels, clients, seed)
-    # Past these the draw is a single class, or the prior itself, to the last bit; further out sums overflow.
+    # Beyond these the draw is a single class, or the prior itself, to the last bit; further out sums overflow.
     concentration = min(max(float(sigma), 1e-100), 1e15)
     _, classes, sizes = np.unique(labels, return_inverse=True, return_counts=True)
     rng = _rng(_BY_CLIENT if by == "client" else _BY_CLASS, seed)
@@ -148,25 +148,25 @@ def dirichlet(labels: Labels, clients: int, sigma: float, seed: int = 0, by: str
 
 
 def quantity(samples: Labels, clients: int, deviation: float = 1.0, seed: int = 0) -> Indices:
-    """A random split with sizes from a log-normal distribution: `deviation` is that of their logarithm. Every client has at least
-    one sample, and all are dealt."""
+    """A random split with sizes from a log-normal distribution; `deviation` is that of their logarithm. Every client has at least
+    one sample, and all samples are dealt."""
     count = len(_counted(samples, clients))
     if isinstance(deviation, bool) or not isinstance(deviation, int | float | np.floating) or not 0 <= deviation < math.inf:
         raise SettingError("deviation", deviation, "must be a number from 0 up")
     rng = _rng(_QUANTITY, seed)
     logs = deviation * rng.standard_normal(clients)
     shares = np.exp(logs - logs.max())
-    exact = (count - clients) * shares / shares.sum()  # beyond the one that everybody has
+    exact = (count - clients) * shares / shares.sum()  # beyond the one sample that every client has
     sizes = np.floor(exact).astype(np.int64)
     rest = np.argsort(sizes - exact, kind="stable")[
         : count - clients - int(sizes.sum())
-    ]  # what rounding left, by largest remainder
+    ]  # what rounding left over, by largest remainder
     sizes[rest] += 1
     return _gather(rng.permutation(count), np.repeat(np.arange(clients), sizes + 1), clients)
 
 
 def feature(x: Labels, clients: int, column: int = 0, seed: int = 0) -> Indices:
-    """Sorted by one feature of the samples, flat, and cut into even parts, which clients get in random order."""
+    """Samples sorted by one feature (of the flattened sample) and cut into even parts, which clients get in random order."""
     rows = _counted(x, clients)
     rows = rows.reshape(len(rows), -1)
     _whole("column", column, 0)
@@ -177,7 +177,7 @@ def feature(x: Labels, clients: int, column: int = 0, seed: int = 0) -> Indices:
 
 
 def from_file(path: str | os.PathLike[str]) -> npt.NDArray[np.int64]:
-    """Labels from a .npy, or from a .csv with a column named label or with one column only."""
+    """Labels from a .npy file, or from a .csv file with a column named label or with only one column."""
     path = Path(path)
     if path.suffix not in (".csv", ".npy"):
         raise DataError(f"{path}: labels are read from .csv or .npy; save them as one of these")
@@ -196,8 +196,8 @@ def from_file(path: str | os.PathLike[str]) -> npt.NDArray[np.int64]:
 def _counts_by_client(sizes: npt.NDArray[np.int64], clients: int, sigma: float, rng: np.random.Generator) -> npt.NDArray[np.int32]:
     """How many of each class every client draws, without replacement, from its own mix.
 
-    What is drawn of a class beyond what is left of it is drawn again from the remaining classes. Each pass ends the
-    draw or uses a class up, and the outcome is distributed as if samples had been drawn one at a time.
+    If more is drawn of a class than is left, the excess is drawn again from the remaining classes. Each pass ends the draw or uses
+    up a class, and the outcome is distributed as if samples had been drawn one at a time.
     """
     alpha = sigma * sizes * (len(sizes) / sizes.sum())
     left = sizes.copy()
@@ -208,7 +208,7 @@ def _counts_by_client(sizes: npt.NDArray[np.int64], clients: int, sigma: float, 
         while wanted:
             mix[left == 0] = 0
             if not (total := mix.sum()) > 0:
-                # No weight remains in float64. A Dirichlet confined to some classes is the Dirichlet of those.
+                # No weight remains in float64. A Dirichlet restricted to some classes is the Dirichlet of those.
                 mix[left > 0] = rng.dirichlet(alpha[left > 0])
                 total = mix.sum()
             drawn = np.minimum(rng.multinomial(wanted, mix / total), left)
@@ -219,10 +219,10 @@ def _counts_by_client(sizes: npt.NDArray[np.int64], clients: int, sigma: float, 
 
 
 def _counts_in_blocks(sizes: npt.NDArray[np.int64], clients: int, sigma: float, rng: np.random.Generator) -> npt.NDArray[np.int32]:
-    """The same law as `_counts_by_client`, many clients at a time.
+    """The same law as `_counts_by_client`, for many clients at a time.
 
-    Clients draw side by side. The first that wants more of a class than is left draws what it lacks from the other classes, and
-    those behind it draw anew: whatever they had drawn has no bearing on who was first.
+    Clients draw side by side. The first that wants more of a class than is left draws the excess from the other classes, and those
+    after it draw again. Their first draws have no influence on which client was first.
     """
     alpha = sigma * sizes * (len(sizes) / sizes.sum())
     wanted, most, at = int(sizes.sum()) // clients, max(1, BLOCK // len(sizes)), 0
@@ -230,7 +230,7 @@ def _counts_in_blocks(sizes: npt.NDArray[np.int64], clients: int, sigma: float, 
     counts = np.empty((clients, len(sizes)), dtype=np.int32)
     while at < clients:
         shape = (min(some, clients - at), len(sizes))
-        # Gamma(a) is Gamma(a + 1) U^(1/a). In logarithms nothing is too small, whichever classes are left.
+        # Gamma(a) is Gamma(a + 1) U^(1/a). In logarithms no weight underflows, whichever classes are left.
         logs = np.log(rng.standard_gamma(alpha + 1, shape)) - rng.standard_exponential(shape) / alpha
         drawn = rng.multinomial(wanted, _mixes(logs, left))
         over = (np.cumsum(drawn, axis=0) > left).any(axis=1)
@@ -248,7 +248,7 @@ def _counts_in_blocks(sizes: npt.NDArray[np.int64], clients: int, sigma: float, 
             row += more
             left -= more
         counts[at] = row
-        at, some = at + 1, max(1, some // 2)  # near the end classes are used up one after another: draw less in vain
+        at, some = at + 1, max(1, some // 2)  # near the end classes run out one after another: waste fewer draws
     return counts
 
 
@@ -262,7 +262,7 @@ def _mixes(logs: npt.NDArray[np.float64], left: npt.NDArray[np.int64]) -> npt.ND
 def _counts_by_class(
     sizes: npt.NDArray[np.int64], clients: int, sigma: float, rng: np.random.Generator
 ) -> npt.NDArray[np.int32] | None:
-    """How many of each class every client is dealt; None where every try leaves some client with nothing."""
+    """How many of each class every client is dealt; None if every attempt leaves some client empty."""
     counts = np.empty((clients, len(sizes)), dtype=np.int32)
     for _ in range(_TRIES):
         for column, size in enumerate(sizes):
@@ -283,7 +283,7 @@ def _deal(
 ) -> Indices:
     """Give each client its count of each class, chosen at random."""
     order = rng.permutation(len(classes))
-    few = classes.astype(np.uint16) if len(sizes) <= 1 << 16 else classes  # numbers this short are sorted by radix
+    few = classes.astype(np.uint16) if len(sizes) <= 1 << 16 else classes  # short integers are sorted by radix
     order = order[np.argsort(few[order], kind="stable")]
     clients = len(counts)
     dealt, owners = [], []
@@ -294,7 +294,7 @@ def _deal(
 
 
 def _gather(samples: npt.NDArray[np.int64], owners: npt.NDArray[np.int64], clients: int) -> Indices:
-    """The samples of each owner, ascending. Slices of one array: a million clients are then cheap."""
+    """The samples of each owner, ascending. They are slices of one array, which is cheap even for a million clients."""
     both = owners * (count := int(samples.max(initial=0)) + 1) + samples  # one sort instead of two
     both.sort()
     samples = both % count
@@ -303,7 +303,7 @@ def _gather(samples: npt.NDArray[np.int64], owners: npt.NDArray[np.int64], clien
 
 
 def _even(total: int, parts: int) -> npt.NDArray[np.int64]:
-    """Sizes that differ by one at most, the larger first, as np.array_split cuts."""
+    """Sizes that differ by at most one, the larger ones first, as np.array_split cuts."""
     return np.full(parts, total // parts, dtype=np.int64) + (np.arange(parts) < total % parts)
 
 
@@ -329,7 +329,7 @@ def _array(values: Labels) -> npt.NDArray[Any]:
 
 
 def _counted(samples: Labels, clients: int) -> npt.NDArray[Any]:
-    """Something for every sample, whatever it is."""
+    """The samples as an array, whatever they are, checked for their number."""
     array = _array(samples)
     if array.ndim < 1:
         raise SettingError("labels", f"{array.dtype} {array.shape}", "must be one per sample")
@@ -380,12 +380,12 @@ def _is_whole(text: str) -> bool:
 
 def _from_npy(path: Path) -> npt.NDArray[np.int64]:
     try:
-        # Mapped rather than read: a header that declares more than the file holds then fails before any allocation.
+        # Mapped, not read: a header that declares more than the file holds then fails before any allocation.
         # It never unpickles either.
         stored = np.lib.format.open_memmap(path, mode="r")
     except FileNotFoundError:
         raise
-    except Exception as error:  # numpy's reader fails in a dozen ways on a damaged header
+    except Exception as error:  # numpy's reader raises many kinds of errors on a damaged header
         raise DataError(f"{path}: not a .npy of numbers ({' '.join(str(error).split())[:120]})") from error
     if stored.ndim != 1 or stored.dtype.kind not in "iu":
         raise DataError(f"{path}: holds {stored.dtype} {stored.shape}; labels must be one whole number per sample")

@@ -1,6 +1,6 @@
 """Pictures with matplotlib: PNG, SVG or PDF by the file's ending.
 
-Matplotlib is loaded when something is drawn, not before: commands that draw nothing start without it.
+Matplotlib is imported only when something is drawn, so commands that draw nothing start faster.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 STYLES = ("-", "--", "-.", ":")
 FORMATS = ("png", "svg", "pdf")
 
-History = Sequence[Mapping[str, Any]]  # a row a round
+History = Sequence[Mapping[str, Any]]  # one row per round
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line with a band around it: mean and standard deviation over seeds. `index` chooses colour and style."""
+    """A line with a band around it: mean and standard deviation over seeds. `index` selects colour and style."""
 
     name: str
     x: Sequence[float]
@@ -55,7 +55,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Bars:
-    """Groups of bars: a name for every group, and for every member of it heights, spreads and marks (nan for none)."""
+    """Groups of bars: a name for each group; for each of its members heights, spreads and marks (nan for none)."""
 
     title: str
     groups: Sequence[str]
@@ -69,7 +69,7 @@ def line_style(index: int) -> dict[str, Any]:
 
 
 def draw_line(axes: Axes, x: Sequence[float], y: Sequence[float], name: str, width: float, index: int) -> Line2D:
-    """A point alone gets a dot: a line to nowhere cannot be seen."""
+    """Draw a line, or a dot for a single point, which a line would not show."""
     alone = int(np.isfinite(np.asarray(y, dtype=float)).sum()) == 1
     (line,) = axes.plot(x, y, label=name, linewidth=width, marker="o" if alone else "", **line_style(index))
     return line
@@ -80,8 +80,8 @@ def score_curves(histories: Mapping[str, Sequence[History]], path: Path, title: 
 
 
 def score_figure(histories: Mapping[str, Sequence[History]], title: str, what: str, metric: Measure = ACCURACY) -> Figure:
-    """A metric against rounds, one line a method, best at the end on top of the legend. Of several seeds, the mean and a band of
-    one standard deviation, over the rounds that all of them have."""
+    """A metric against rounds, one line per method, the best final value on top of the legend. With several seeds, the mean and a
+    band of one standard deviation, over the rounds that all seeds have."""
     figure, ((axes,),) = canvas(1, 1, (7.5, 4.6))
     ends = []
     for index, (name, seeds) in enumerate(histories.items()):
@@ -130,7 +130,7 @@ def panels(grid: Sequence[Sequence[Panel]], paths: Sequence[Path], title: str) -
 
 
 def bars(charts: Sequence[Bars], paths: Sequence[Path], title: str) -> list[Path]:
-    """Groups of bars, the paper's numbers as black marks on them; the axis starts near the lowest bar."""
+    """Groups of bars, with the paper's numbers as black marks; the axis starts near the lowest bar."""
     figure, axes = canvas(len(charts), 1, (10.0, 1.4 + 3.2 * len(charts)))
     handles: dict[str, Any] = {}
     for (each,), chart in zip(axes, charts, strict=True):
@@ -166,7 +166,7 @@ def label_maps(
     paths: Sequence[Path],
     title: str,
 ) -> list[Path]:
-    """Heat maps of labels over clients on one colour scale, and how far each client is from everybody's mix."""
+    """Heat maps of labels over clients on one colour scale, and each client's distance from the overall mix."""
     from matplotlib.colors import PowerNorm
 
     figure, axes = canvas(1, len(counts) + 1, (1.0 + 4.2 * (len(counts) + 1), 4.4))
@@ -196,8 +196,8 @@ def over_grid(
     metric: Measure = ACCURACY,
     scattered: bool = False,
 ) -> Path:
-    """A metric over a grid of one axis, as a line with deviations, or of two, as a heat map; the best point has a star. `at` has
-    mean and deviation of the points that were tried. Where these are `scattered` over two axes, they are dots."""
+    """A metric over a grid: a line with deviations for one axis, a heat map for two; the best point has a star. `at` has mean and
+    deviation of the points that were tried. If these are `scattered` over two axes, they are drawn as dots."""
     figure, ((each,),) = canvas(1, 1, (7.5, 4.6))
     (name, values), *second = ((name, in_order(values)) for name, values in axes.items())
     if second and scattered:
@@ -247,7 +247,7 @@ def is_numeric(values: Sequence[Any]) -> bool:
 
 
 def in_order(values: Sequence[Any]) -> Sequence[Any]:
-    """Numbers by size, words as they come."""
+    """Numbers in ascending order, words as given."""
     return sorted(values) if is_numeric(values) else values
 
 
@@ -266,7 +266,7 @@ def canvas(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure, 
 def tidy(axes: Axes) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    if axes.get_xlabel() == "round":  # there is no round 1.5
+    if axes.get_xlabel() == "round":  # avoid ticks such as round 1.5
         axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
     axes.grid(alpha=0.25)
     axes.set_axisbelow(True)
@@ -276,14 +276,14 @@ def tidy(axes: Axes) -> None:
 def finish(figure: Figure, handles: Mapping[str, Any], title: str, paths: Sequence[Path]) -> list[Path]:
     figure.suptitle(title, fontsize=12)
     if handles:
-        inches = max(1.6, 0.7 + 0.07 * max(map(len, handles)))  # of an entry: the legend must not be wider than the picture
+        inches = max(1.6, 0.7 + 0.07 * max(map(len, handles)))  # width of an entry: the legend must not be wider than the picture
         columns = min(len(handles), max(1, int(figure.get_figwidth() // inches)))
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns, frameon=False)
     return [save(figure, path) for path in paths]
 
 
 def displayed(figure: Figure) -> Figure:
-    """The same, and a notebook shows it: one that pyplot does not know is only named there."""
+    """The same figure, made visible in a notebook: one that pyplot does not know shows only its name there."""
 
     def png() -> bytes:
         drawn = io.BytesIO()
@@ -295,7 +295,7 @@ def displayed(figure: Figure) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Written aside and moved into place; without a date inside, so that the same numbers give the same file."""
+    """Write to a temporary file and move it into place; without a date, so that the same numbers give the same file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.stem}.part{path.suffix}")
     undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix)

@@ -1,4 +1,4 @@
-"""Code of the user's that registers methods, data sets, networks, partitions or trackers: a Python file, or a module's name."""
+"""Users' code that registers methods, data sets, networks, partitions or trackers: a Python file, or the name of a module."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 from fedagg.errors import FedaggError, SettingError, first_line
 
-_loaded: dict[str, str] = {}  # file -> the module made of it
+_loaded: dict[str, str] = {}  # file -> the module made from it
 
 
 def named(given: Any, folder: Path | None = None) -> tuple[str, ...]:
-    """Plugins as people give them: one, several with commas between them, or a list. Files become absolute, so that a run can be
-    gone on with from anywhere."""
+    """Plugins as users give them: one, several separated by commas, or a list. Files become absolute, so that a run can be resumed
+    from anywhere."""
     words = given.split(",") if isinstance(given, str) else [] if given is None else [given] if isinstance(given, Path) else given
     if not isinstance(words, list | tuple) or not all(isinstance(word, str | Path) for word in words):
         raise SettingError("plugin", given, "give a Python file or the name of a module, or a list of these")
@@ -26,7 +26,7 @@ def named(given: Any, folder: Path | None = None) -> tuple[str, ...]:
 
 
 def load(names: Iterable[str]) -> None:
-    """Import plugins, which register what they bring. One that is loaded already is left as it is."""
+    """Import plugins, which register what they define. One that is already loaded is not loaded again."""
     for name in names:
         try:
             if name.endswith(".py"):
@@ -35,12 +35,12 @@ def load(names: Iterable[str]) -> None:
                 from_module(name)
         except FedaggError:
             raise
-        except (Exception, SystemExit) as error:  # whatever the user's code raises
+        except (Exception, SystemExit) as error:  # a user's code may raise anything
             raise SettingError("plugin", name, f"cannot be loaded: {type(error).__name__}: {first_line(error)}") from None
 
 
 def module(name: str) -> ModuleType:
-    """The module of a plugin, loaded if it is not yet."""
+    """The module of a plugin, loaded if necessary."""
     (given,) = named(name)
     load([given])
     return sys.modules[_loaded.get(given, given)]
@@ -58,7 +58,7 @@ def from_file(path: Path) -> None:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise SettingError("plugin", str(path), "is not a Python file")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look up their module
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -68,7 +68,7 @@ def from_file(path: Path) -> None:
 
 
 def from_module(name: str) -> None:
-    """Also one in the current folder, as with `python -m`."""
+    """Import a module, also one in the current folder, as `python -m` does."""
     here = str(Path.cwd())
     sys.path.append(here)
     try:

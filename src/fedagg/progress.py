@@ -1,4 +1,4 @@
-"""The bar that shows how far a run is: in a terminal on standard error, in a notebook below the cell."""
+"""The progress bar of a run: on standard error in a terminal, below the cell in a notebook."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fedagg.measure import ACCURACY, Measure
 
-if TYPE_CHECKING:  # it takes seconds to import, and the command line can show names of methods without
+if TYPE_CHECKING:  # slow to import, and the command line can list methods without it
     from fedagg.config import Config
     from fedagg.result import Result
 
 err = Console(stderr=True)
 
 PAGE_WIDTH = 110  # characters of the bar in a notebook
-PAGE_SECONDS = 0.2  # between two drawings there: each is a message to the browser
+PAGE_SECONDS = 0.2  # between two updates there: each is a message to the browser
 
 
 class Live:
@@ -69,7 +69,7 @@ class Live:
 
 
 class PageLive(Live):
-    """The same bar in a notebook. Rich's own display there needs ipywidgets, and leaves nothing in a notebook that is saved."""
+    """The same bar in a notebook. Rich's own display needs ipywidgets there, and leaves nothing in a saved notebook."""
 
     def show(self) -> None:
         from IPython.display import HTML, display
@@ -98,21 +98,21 @@ class PageLive(Live):
 
 
 def bar(label: str) -> Live:
-    """The bar that suits where Python is."""
+    """The bar for a notebook or for a terminal."""
     return PageLive(label) if err.is_jupyter else Live(label)
 
 
-_up: list[Live] = []  # the bars that are shown now
+_up: list[Live] = []  # the bars on display
 
 
 def watched() -> bool:
-    """Does somebody look? Not where standard error is a file or a pipe, nor at a run within a run, which has a bar already."""
+    """Is a bar worth showing? Not if standard error is a file or a pipe, nor in a run within a run, which has a bar already."""
     return not _up and (err.is_jupyter or getattr(sys.stderr, "isatty", bool)())
 
 
 @contextmanager
 def shown(wanted: bool | None, label: str) -> Iterator[list[Live]]:
-    """A bar for a while, or none; by default where somebody looks."""
+    """Show a bar during the block, or none; by default if `watched`."""
     if not (watched() if wanted is None else wanted):
         yield []
         return

@@ -1,10 +1,9 @@
-"""The shared field on its way to the clients, in a few bits a number.
+"""Compress the shared field on its way to the clients to a few bits per number.
 
-FedAgg's default sends one vector beside the weights, φ1. At 2 or 3 bits a number this costs a few percent of what
-FedAvg sends. Three things keep it harmless: the rounding is stochastic, so that it is right on average; a scale for
-every block of 128 numbers follows the sizes in the vector; and what rounding lost this time is added before rounding
-next time (error feedback), so nothing is lost for good. The generator is seeded by the round: the simulator and a
-real federation send the same bits.
+FedAgg's default sends one vector beside the weights, φ1. At 2 or 3 bits per number this costs a few percent of what FedAvg sends.
+Three things keep it harmless: the rounding is stochastic, so it is right on average; every block of 128 numbers has its own
+scale; and the rounding error is added before the next rounding (error feedback), so nothing is lost for good. The generator is
+seeded by the round, so the simulator and a real federation send the same bits.
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ from torch import Tensor
 from fedagg import seeding
 from fedagg.work import Work
 
-EXACT = 32  # bits of a number that is sent as it is
+EXACT = 32  # bits of a number that is sent unchanged
 BLOCK = 128  # numbers that share a scale; a scale is a bfloat16
-# The largest number a block can express, in standard deviations of the block. With few levels a wide reach makes
-# every step coarse, and error feedback needs a rounding error well under the signal: what sticks out is cut off and
-# comes along with the next rounds.
+# The largest number a block can express, in standard deviations of the block. With few levels a wide range makes steps coarse, and
+# error feedback needs a rounding error well below the signal. So larger numbers are cut off, and the rest follows in later rounds.
 REACH = {2: 1.5, 3: 2.25, 4: 3.0}
 
 
@@ -59,7 +57,7 @@ def blocks(d: int) -> int:
 
 
 def spread(scales: Tensor, d: int) -> Tensor:
-    """A scale for every number: (m, blocks) -> (m, d)."""
+    """The scale of every number: (m, blocks) -> (m, d)."""
     return scales.repeat_interleave(BLOCK, dim=1)[:, :d]
 
 
@@ -85,12 +83,12 @@ def quantize(x: Tensor, bits: int, generator: torch.Generator) -> Packed:
 
 @dataclass
 class Downlink:
-    """What the server does to a work's field before it leaves; with 32 bits, nothing."""
+    """Rounds a work's field before it is sent; with 32 bits it does nothing."""
 
     bits: int = EXACT
     seed: int = 0
-    error: Tensor | None = None  # what rounding has kept back so far, (m, d)
-    packed: Packed | None = None  # the field as it was last sent
+    error: Tensor | None = None  # accumulated rounding error, (m, d)
+    packed: Packed | None = None  # the field as last sent
 
     def send(self, work: Work, t: int, passes: int) -> Work:
         """The work as clients see it."""
@@ -102,6 +100,6 @@ class Downlink:
             wanted = wanted + self.error.to(wanted)
         self.packed = quantize(wanted, self.bits, seeding.torch_generator(self.seed, "downlink", t, passes))
         sent = self.packed.tensor().to(wanted)
-        # A field that has blown up is judged in its own right; its error would spoil every round after it.
+        # A diverged field is handled elsewhere; its error would spoil every later round.
         self.error = torch.nan_to_num(wanted - sent, nan=0.0, posinf=0.0, neginf=0.0)
         return replace(work, field=sent)

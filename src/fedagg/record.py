@@ -1,4 +1,4 @@
-"""The run folder: what was asked for, what happened round by round, what came out, and on what it ran."""
+"""The run folder: what was asked for, what happened in each round, the outcome, and the environment."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ MAY_CHANGE = {
     *("stop_at", "patience"),
 }
 SCALE = "inputs.safetensors"
-# What the last digits of a run depend on beside its settings: with these the same, the same run gives the same bytes.
+# What the last digits of a run depend on besides its settings: if these are equal, the same run gives the same bytes.
 DIGITS = ("fedagg", "torch", "processor", "device", "engine", "threads")
 
 
 class Record:
-    """Keeps the run folder, or only the history in memory when there is no folder. Used in a `with`, which gives the
-    folder free."""
+    """Writes the run folder, or only keeps the history in memory if there is no folder. Use it in a `with` block, which releases
+    the folder."""
 
     def __init__(self, folder: Path | None, config: Config, environment: dict[str, Any]) -> None:
         self.folder, self.config = folder, config
         self.history: list[dict[str, Any]] = []
-        self.left_out: dict[str, Counter[str]] = {}  # by cause: in how many rounds each client was
+        self.left_out: dict[str, Counter[str]] = {}  # by cause: the number of rounds each client was left out of
         self.resumed: Checkpoint | None = None
         self.claim: files.Claim | None = None
         self.new = folder is not None
@@ -59,12 +59,12 @@ class Record:
 
     @classmethod
     def resume(cls, folder: Path, config: Config, identity: dict[str, str], environment: dict[str, Any]) -> Record:
-        """Open an unfinished run again: cut its files back to the newest whole checkpoint."""
+        """Reopen an unfinished run: cut its files back to the newest complete checkpoint."""
         if not (folder / "config.toml").is_file():
             raise SettingError("resume", str(folder), "is not a run folder: it has no config.toml")
         check_run(folder)
         before, now = make(read(folder / "config.toml"), recorded=True).flat(), config.flat()
-        free = MAY_CHANGE - ({"rounds"} if config.lr_schedule != "constant" else set())  # which knows where the run ends
+        free = MAY_CHANGE - ({"rounds"} if config.lr_schedule != "constant" else set())  # a schedule depends on the last round
         differs = sorted(k for k in before | now if before.get(k) != now.get(k) and k not in free)
         if differs:
             changes = ", ".join(f"{k} was {before.get(k)!r}, now {now.get(k)!r}" for k in differs)
@@ -79,13 +79,13 @@ class Record:
         return record
 
     def go_back(self, folder: Path, identity: dict[str, str]) -> None:
-        """To the newest whole checkpoint: what was recorded after it is cut off, and will be recorded again."""
+        """Go back to the newest complete checkpoint: later records are cut off, and will be written again."""
         files.tidy(folder)
         files.tidy(folder / "checkpoints")
         self.resumed = checkpoint.latest(folder / "checkpoints")
         done = self.resumed.round if self.resumed else 0
         if self.resumed is None and not checkpoint.saved(folder / "checkpoints") and (folder / "metrics.jsonl").exists():
-            if (folder / "result.json").exists():  # which comes after a checkpoint
+            if (folder / "result.json").exists():  # it is written after a checkpoint
                 raise SettingError(
                     "resume", str(folder), "its checkpoints are gone, and a run goes on from one; start it anew elsewhere"
                 )
@@ -112,12 +112,12 @@ class Record:
         files.write(folder / "config.toml", self.config.toml())
 
     def note_changes(self, folder: Path, now: dict[str, Any]) -> None:
-        """Say where the run goes on elsewhere or otherwise than it began, and keep it with the rest."""
+        """Warn if the run continues in another environment than it began in, and record that."""
         path = folder / "environment.json"
         try:
             begun = json.loads(path.read_text(encoding="utf-8"))
             changed = {name: now[name] for name in DIGITS if name in begun and begun[name] != now[name]}
-        except (OSError, ValueError, TypeError):  # an old folder, or somebody's file: it is of no use to training
+        except (OSError, ValueError, TypeError):  # an old folder, or a file edited by hand: training does not need it
             return
         if changed:
             said = ", ".join(f"{name} was {begun[name]!r}, now {value!r}" for name, value in changed.items())
@@ -141,9 +141,9 @@ class Record:
             raise
 
     def withdraw(self) -> None:
-        """Give a new folder back as it was, when the run could not begin: a second try is not to meet a run there."""
+        """Remove what was written to a new folder if the run could not begin, so that a second try does not find a run there."""
         if self.new and self.folder is not None:
-            with suppress(OSError):  # a tracker may have left files of its own: then the folder stays
+            with suppress(OSError):  # a tracker may have left its own files: then the folder stays
                 (self.folder / "config.toml").unlink()
                 (self.folder / "environment.json").unlink()
                 self.folder.rmdir()
@@ -160,7 +160,7 @@ class Record:
             files.append(self.folder / "clients.jsonl", json.dumps(clients))
 
     def amend(self, facts: dict[str, Any]) -> None:
-        """Add to the last round's line what became known after it. The line grows at its end alone: a checkpoint that was saved
+        """Add facts to the last round's line that became known after it. The line only grows at its end, so a checkpoint saved
         before still finds it."""
         self.history[-1] |= facts
         if self.folder is not None:
@@ -173,12 +173,11 @@ class Record:
             self.left_out.setdefault(cause, Counter())[client] += 1
 
     def unheard(self) -> dict[str, dict[str, int]]:
-        """By cause, the clients that answered and were left out, those of most rounds first."""
+        """By cause, the clients that answered and were left out, those with the most rounds first."""
         return {why: dict(who.most_common()) for why, who in self.left_out.items() if why != "dropped out"}
 
     def checkpoint(self, now: Checkpoint) -> None:
-        """The record is seen onto the disk first: a checkpoint never speaks of lines that a power cut could still
-        take."""
+        """Save a checkpoint. The record is flushed to disk first, so a power cut cannot lose lines that the checkpoint counts."""
         if self.folder is None:
             return
         for name in ("metrics.jsonl", "clients.jsonl"):
@@ -188,7 +187,7 @@ class Record:
         checkpoint.save(self.folder / "checkpoints", now)
 
     def model(self, module: nn.Module, scale: dict[str, Tensor] | None = None) -> None:
-        """The weights, and by what samples were standardised, if they were."""
+        """Save the weights, and the standardisation of the samples, if there was one."""
         if self.folder is not None:
             if scale:
                 files.write(self.folder / SCALE, save_tensors(scale))
@@ -201,14 +200,14 @@ class Record:
 
 
 def line(row: dict[str, Any]) -> str:
-    """A line of metrics.jsonl. JSON has no infinity, which a loss may be: null stands for it."""
+    """A line of metrics.jsonl. A loss may be infinite, which JSON cannot express: null stands for it."""
     told = {name: value if not isinstance(value, float) or math.isfinite(value) else None for name, value in row.items()}
     return json.dumps(told, allow_nan=False)
 
 
 def cut(path: Path, size: int, done: int) -> tuple[list[dict[str, Any]], int]:
-    """The rows of a record's first `size` bytes, which must be those of its `done` rounds, and how many bytes these are by now: the
-    last line may have grown since."""
+    """The rows in a record's first `size` bytes, which must cover its `done` rounds, and how many bytes these take now: the last
+    line may have grown since."""
     try:
         with open(path, "rb") as handle:
             held = handle.read(size)
@@ -244,12 +243,12 @@ def environment(device: torch.device, engine: str, version: str) -> dict[str, An
 
 @functools.cache
 def own_commit() -> str | None:
-    """Of this package as it was when the process first asked: what runs has been read by then."""
+    """The commit of this package when the process first asked: the running code was read by then."""
     return commit(Path(__file__).parent)
 
 
 def commit(folder: Path) -> str | None:
-    """The commit of the checkout that a folder of code is in, if it is in one, and whether the code there is another by now."""
+    """The commit of the checkout that contains a folder of code, if any, and whether the code there has been changed since."""
 
     def git(*words: str) -> str:
         line = ["git", "-C", str(folder), *words]

@@ -1,4 +1,4 @@
-"""Things by name: those of the package, those that a plugin registers, and those that other packages bring as entry points."""
+"""Registries: things by name, from this package, from plugins, and from other packages' entry points."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ G = TypeVar("G")
 
 
 class Registry(dict[str, T]):
-    """A dictionary that does not lose an entry to another of the same name.
+    """A dictionary that refuses to replace an entry by another of the same name.
 
-    Entry points of other packages are loaded when their name is asked for, or all names are.
+    Entry points of other packages are loaded when their name, or a list of all names, is asked for.
     """
 
     def __init__(self, setting: str, group: str, known: dict[str, T] | None = None, taken: Iterable[str] = ()) -> None:
-        """`taken` are names that mean something else already."""
+        """`taken` are names that already mean something else."""
         super().__init__(known or {})
         self.setting, self.group, self.taken = setting, group, tuple(taken)
 
     def register(self, name: str) -> Callable[[G], G]:
-        """A decorator that makes a thing known by this name."""
+        """A decorator that registers a thing under this name."""
 
         def enter(thing: G) -> G:
             self.add(name, thing)  # type: ignore[arg-type]
@@ -35,7 +35,7 @@ class Registry(dict[str, T]):
         return enter
 
     def add(self, name: str, thing: T) -> None:
-        """Registering the same class or function again, as reloading its module does, is fine."""
+        """Add a thing. Registering the same class or function again, as reloading its module does, is fine."""
         if not isinstance(name, str) or not name or name == "custom" or not name.isprintable() or set(name) & set(" ,/\\"):
             raise SettingError(self.setting, name, "a name is a word without blanks, commas and slashes, and not 'custom'")
         if name in self.taken:
@@ -45,13 +45,13 @@ class Registry(dict[str, T]):
         self[name] = thing
 
     def find(self, name: str) -> T:
-        """The thing of that name, or one line that says which there are."""
+        """The thing of that name, or a one-line error that lists the known names."""
         if name not in self:
             for entry in installed(self.group):
                 if entry.name == name:
                     try:
                         self.load(entry)
-                    except Exception as error:  # whatever the code of others raises
+                    except Exception as error:  # other packages' code may raise anything
                         words = f"cannot be loaded from {entry.value}: {first_line(error)}; mend or remove that package"
                         raise SettingError(self.setting, name, words) from None
         if name not in self:
@@ -59,33 +59,33 @@ class Registry(dict[str, T]):
         return self[name]
 
     def has(self, name: str) -> bool:
-        """Is there such a name, here or among the entry points?"""
+        """Does this name exist, here or among the entry points?"""
         return name in self or any(entry.name == name for entry in installed(self.group))
 
     def all(self) -> list[str]:
-        """Every name, with all entry points loaded; one that cannot be loaded is a warning."""
+        """All names, with all entry points loaded; one that cannot be loaded causes a warning."""
         for entry in installed(self.group):
             if entry.name not in self:
                 try:
                     self.load(entry)
-                except Exception as error:  # whatever the code of others raises
+                except Exception as error:  # other packages' code may raise anything
                     words = f"{self.setting} {entry.name!r} cannot be loaded from {entry.value}: {first_line(error)}"
                     warnings.warn(words, FedaggWarning, stacklevel=2)
         return list(self)
 
     def load(self, entry: EntryPoint) -> None:
-        thing = entry.load()  # which may register it, too
+        thing = entry.load()  # this may also register it
         if entry.name not in self:
             self.register(entry.name)(thing)
 
 
 @functools.cache
 def installed(group: str) -> tuple[EntryPoint, ...]:
-    """What packages offer in a group. Looked up once: every package that is installed is asked."""
+    """The entry points that packages offer in a group. Cached, because every installed package is searched."""
     return tuple(entry_points(group=group))
 
 
 def origin(thing: object) -> str:
-    """Where a class or function was written."""
-    thing = getattr(thing, "make", thing)  # a network is kept with its options
+    """The full name of a class or function, with its module."""
+    thing = getattr(thing, "make", thing)  # a network is stored together with its options
     return f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"

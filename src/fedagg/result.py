@@ -1,4 +1,4 @@
-"""What a run leaves behind: the object that `fedagg.run` returns and that `fedagg.load` reads from a run folder."""
+"""The result of a run: the object that `fedagg.run` returns and that `fedagg.load` reads from a run folder."""
 
 from __future__ import annotations
 
@@ -36,29 +36,29 @@ NOT_GIVEN = "came from Python; give it again: fedagg.load({run!r}, loss=...)"
 
 @dataclass(repr=False, eq=False)
 class Result:
-    """What a run leaves behind. `fedagg.run` returns it; `fedagg.load` reads it from a run folder.
+    """The result of a run. `fedagg.run` returns it; `fedagg.load` reads it from a run folder.
 
     Attributes:
-        config: the settings of the run, complete.
-        history: a dictionary for each round, the lines of `metrics.jsonl`.
-        model: the network with the weights of the end, on the CPU.
-        score: of the last evaluation, by the task's metric; not a number before the first one. It is of the test set, or of the
-            training data held back where `validation` is set. `accuracy` is the same, from 0 to 1, where that is the metric.
+        config: the complete settings of the run.
+        history: one dictionary per round, the lines of `metrics.jsonl`.
+        model: the network with its final weights, on the CPU.
+        score: the task's metric at the last evaluation; NaN before the first one. It is measured on the test set, or on the
+            training data held back if `validation` is set. `accuracy` is the same, from 0 to 1, if that is the metric.
         best: the best of all evaluations; `best_accuracy` likewise.
         loss: mean loss of the last evaluation.
-        seconds: time that the run took, those before a resume included.
-        timing: where the time went since the run was begun, or gone on with: `data`, `network and engine` (with its trial),
+        seconds: time that the run took, including the time before a resume.
+        timing: where the time went since the run was started or resumed: `data`, `network and engine` (with its trial),
             `checksum` (of what was given), `first round` (on a GPU it compiles), `rounds`, `evaluation`, and `record` (folder,
             checkpoints, callbacks).
         run: the run folder, if there is one.
-        interrupted: was the run stopped by Ctrl-C? Then it can be gone on with.
-        stopped: why the run ended before its last round, where a rule or a callback ended it.
+        interrupted: was the run stopped by Ctrl-C? Then it can be resumed.
+        stopped: why the run ended before its last round, if a rule or a callback ended it.
         left_out: by cause, how many rounds each client was left out of.
-        figures: what is known of the end beside that, e.g. `personal_accuracy`.
+        figures: other final figures, e.g. `personal_accuracy`.
         metric: what `score` is: its key in the history, its name, and which way is better.
         inputs: shape and kind of the samples; None in folders of earlier versions.
-        criterion: the loss of a sample; None where it came from Python and was not given to `fedagg.load`.
-        task: what was learnt, with the figures that it is judged by.
+        criterion: the loss of a sample; None if it came from Python and was not given to `fedagg.load`.
+        task: the task, with the figures it is judged by.
     """
 
     config: Config
@@ -81,12 +81,12 @@ class Result:
 
     @property
     def accuracy(self) -> float:
-        """Of the last evaluation, from 0 to 1; only where that is the metric."""
+        """Accuracy at the last evaluation, from 0 to 1; only if that is the metric."""
         return self.of_accuracy(self.score)
 
     @property
     def best_accuracy(self) -> float:
-        """The best of all evaluations, from 0 to 1; only where that is the metric."""
+        """The best accuracy of all evaluations, from 0 to 1; only if that is the metric."""
         return self.of_accuracy(self.best)
 
     def of_accuracy(self, value: float) -> float:
@@ -120,12 +120,12 @@ class Result:
 
     @property
     def network(self) -> nn.Module:
-        """The model as it takes samples from outside: with the standardisation of the run, if it had one, in front."""
+        """The model for samples from outside: preceded by the run's standardisation, if it had one."""
         return self.model if self.inputs is None else self.inputs.in_front(self.model)
 
     def outputs(self, x: Array) -> Tensor:
-        """What the network puts out for samples: a row of numbers each. Samples are given as to `fedagg.Dataset`: images of bytes
-        are scaled to [0, 1], and what `normalize` did in the run is done here too."""
+        """The network's outputs for samples, one row each. Samples are given as to `fedagg.Dataset`: images of bytes are scaled to
+        [0, 1], and normalised if the run did so."""
         samples = samples_of("x", x)
         if self.inputs is not None and tuple(samples.shape[1:]) != self.inputs.shape:
             raise SettingError("x", tuple(samples.shape[1:]), f"the run's samples have the shape {self.inputs.shape}")
@@ -142,19 +142,18 @@ class Result:
             self.model.train(mode)
 
     def predict(self, x: Array) -> Tensor:
-        """The most likely class of every sample, or of every token; of several labels, those that are found; of quantities, what
-        the network puts out."""
+        """The most likely class of every sample or token; for several labels, those that are found; for quantities, the outputs."""
         output = self.outputs(x)
         if self.task.name in ("classification", "tokens"):
             return output.argmax(-1)
         return output > 0 if self.task.name == "multilabel" else output
 
     def evaluate(self, x: Array, y: Array) -> dict[str, float]:
-        """Mean loss, and the figures that the task is judged by, on samples of yours."""
+        """Mean loss, and the task's figures, on your own samples."""
         if self.criterion is None:
             raise SettingError("loss", "custom", f"the run's loss {NOT_GIVEN.format(run=str(self.run))}")
         known: dict[str, Any] = {} if self.inputs is None else {"classes": self.inputs.classes, "task": self.inputs.task}
-        given = Dataset(x, y, x, y, **known)  # it checks both
+        given = Dataset(x, y, x, y, **known)  # this checks both
         output = self.outputs(given.x_test)
         sums = {metric.key: metric.score(metric.tally(output, given.y_test).double().sum(0)) for metric in self.task.metrics}
         return {"loss": float(self.criterion(output, given.y_test).double().mean()), **sums}
@@ -165,14 +164,14 @@ class Result:
         return [number for number, _ in found], [float(np.mean(value)) for _, value in found]
 
     def to_pandas(self) -> DataFrame:
-        """The history as a data frame: a row a round, a column a figure. Figures of epochs have a column for each epoch."""
+        """The history as a data frame: one row per round, one column per figure. Figures per epoch have a column for each epoch."""
         need("to_pandas", "pandas", "analysis")
         import pandas
 
         return pandas.DataFrame([columns(row) for row in self.history]).set_index("round")
 
     def plot(self, path: str | Path | None = None) -> Figure:
-        """The run's figure of merit and loss over its rounds; also as a file, PNG, SVG or PDF by its ending."""
+        """The run's metric and loss over its rounds; also as a file, PNG, SVG or PDF by its ending."""
         figure, (axes,) = plots.canvas(1, 2, (9.5, 3.4))
         for each, shown in zip(axes, (self.metric, LOSS), strict=True):
             rounds, values = self.curve(shown.key)
@@ -187,12 +186,12 @@ class Result:
         return plots.displayed(figure)
 
     def export(self, to: str, path: str | Path | None = None, *, shape: Sequence[int] | None = None) -> Exported:
-        """Write the network to a file that runs without fedagg, and run that file to see that it puts out the same.
+        """Write the network to a file that runs without fedagg, and run that file to check that its outputs are the same.
 
         Args:
             to: `onnx`, `torchscript` or `safetensors` (weights alone).
             path: the file; by default `export.onnx` and the like in the run folder.
-            shape: of one sample, where the run folder does not say it; of real numbers then.
+            shape: of one sample of real numbers, if the run folder does not say it.
         """
         if path is None and self.run is None:
             raise SettingError("path", None, "the run has no folder; say where the file is to go")
@@ -208,7 +207,7 @@ class Result:
         return f"{about(c)}\n{scores}, {len(self.history)} of {c.rounds} rounds in {self.seconds:.1f} s{how}\n{where}"
 
     def _repr_html_(self) -> str:
-        """In a notebook: a small table and the curve."""
+        """A small table and the curve, for notebooks."""
         c = self.config
         rows = {
             "method": f"{c.method}, seed {c.seed}",
@@ -232,12 +231,12 @@ def about(c: Config) -> str:
 
 
 def finite(value: float) -> float | None:
-    """JSON has no infinity, and nothing that is not a number."""
+    """The value, or None for infinity and NaN, which JSON cannot express."""
     return value if math.isfinite(value) else None
 
 
 def columns(row: dict[str, Any]) -> dict[str, Any]:
-    """A line of the history without lists: a column for each epoch, and causes as words."""
+    """A line of the history without lists: one column per epoch, and causes as words."""
     made: dict[str, Any] = {}
     for name, value in row.items():
         if isinstance(value, list) and name != "causes":
@@ -248,7 +247,7 @@ def columns(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def drawing(rounds: list[int], values: list[float], what: str, width: int = 360, height: int = 120) -> str:
-    """A curve as SVG, without any library: the highest and the lowest value stand beside it, the rounds below."""
+    """A curve as SVG, made without any library: the highest and lowest value are beside it, the rounds below."""
     points = [(number, value) for number, value in zip(rounds, values, strict=True) if math.isfinite(value)]
     if not points:
         return ""

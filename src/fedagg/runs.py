@@ -1,4 +1,4 @@
-"""Reading run folders back: what `record` wrote, for reports and pictures; and what to call the runs there."""
+"""Read run folders, as `record` wrote them, for reports and pictures; and choose names for the runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedagg.measure import Measure, told
 if TYPE_CHECKING:
     from torch import nn
 
-# What `task` says or every name has.
+# Settings that `task` describes or that are in every name.
 TOLD = {
     *("dataset", "model", "task", "metric", "partition", "sigma", "shards", "deviation", "column", "participation", "clients"),
     *("rounds", "normalize", "validation", "seed", "algorithm", "variant"),
@@ -30,7 +30,7 @@ RATES = ("rate_mean", "rate_min", "rate_max")
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder's content. `clients` has one row a round: who took part, with which rates, how far each moved."""
+    """The content of a run folder. `clients` has one row per round: who took part, at which rates, and how far each moved."""
 
     name: str
     folder: Path
@@ -42,25 +42,25 @@ class Run:
 
     @property
     def metric(self) -> Measure:
-        """What the run is judged by."""
+        """The metric by which the run is judged."""
         return told(self.environment.get("metric"))
 
     def curve(self, column: str) -> tuple[list[float], list[float]]:
-        """The rounds that have this figure, and its values; a list (one value an epoch) counts by its mean."""
+        """The rounds that have this figure, and its values; for a list (one value per epoch), its mean."""
         found = [(row["round"], row[column]) for row in self.history if row.get(column) is not None]
         values = [sum(value) / len(value) if isinstance(value, list) else value for _, value in found]
         return [float(number) for number, _ in found], [float(value) for value in values]
 
 
 class Lines:
-    """The whole lines of files that may still be growing. What was read before is not read again, unless it is no longer
-    there: a run that goes on from a checkpoint cuts its files back."""
+    """Reads the complete lines of files that may still be growing. Lines read before are not read again, unless they have changed:
+    a run that continues from a checkpoint cuts its files back."""
 
     def __init__(self) -> None:
         self.known: dict[Path, tuple[int, bytes, list[dict[str, Any]]]] = {}  # bytes read, the last line, all rows
 
     def __call__(self, path: Path, sound: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-        """The rows of a file; `sound` says of each whether its values are of the right kind."""
+        """The rows of a file; `sound` checks whether a row's values are of the right kind."""
         size, last, before = self.known.get(path, (0, b"", []))
         text = content(path, size - len(last)) or b""
         if text.startswith(last):
@@ -98,14 +98,14 @@ def load(folder: Path, lines: Lines | None = None) -> Run:
 
 
 def load_all(folders: Iterable[Path], load: Callable[[Path], Run] = load) -> list[Run]:
-    """Every folder once, under names that tell the runs apart."""
+    """Load every folder once, under names that tell the runs apart."""
     found = [load(folder) for folder in {folder.resolve(): folder for folder in folders}.values()]
     return [replace(run, name=name) for run, name in zip(found, names(found), strict=True)]
 
 
 def names(found: Sequence[Run]) -> list[str]:
-    """Method and seed, with what differs: in the task between any two runs, in other settings between runs of a method.
-    Where that is not enough, the folder says which run it is."""
+    """Method and seed, with what differs: in the task between any two runs, in other settings between runs of a method. If names
+    are still equal, the folder is added."""
     tasks = [task(run.config) for run in found]
     of_method: dict[str, list[dict[str, Any]]] = {}
     for run in found:
@@ -122,7 +122,7 @@ def names(found: Sequence[Run]) -> list[str]:
 
 
 def task(config: Config) -> dict[str, str]:
-    """What a run was set to do, in words; runs of different tasks cannot be compared."""
+    """A description of a run's task; runs of different tasks cannot be compared."""
     return {
         "dataset": config.dataset,
         "model": config.model,
@@ -147,13 +147,13 @@ def held_back(config: Config) -> str:
 
 
 def measured(what: str, configs: Iterable[Config]) -> str:
-    """The metric or loss that runs report, by the data it is of."""
+    """The name of a metric or loss, with the data it is measured on if that is the same for all."""
     held = {config.validation > 0 for config in configs}
     return what if len(held) > 1 else f"validation {what}" if True in held else f"test {what}"
 
 
 def details(config: Config) -> dict[str, Any]:
-    """What the outcome depends on beside task, method and seed."""
+    """The other settings that the outcome depends on, besides task, method and seed."""
     return {k: v for k, v in config.flat().items() if k not in TOLD | NO_BEARING}
 
 
@@ -164,7 +164,7 @@ def differing(settings: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def tails(folders: Sequence[Path]) -> list[str]:
-    """The shortest ends of paths that tell folders apart: their names, or more where these are the same."""
+    """The shortest ends of paths that tell folders apart: their names, or more if these are equal."""
     parts = [folder.resolve().parts for folder in folders]
     enough = next(n for n in range(1, 1 + max(map(len, parts), default=1)) if len({one[-n:] for one in parts}) == len(parts))
     return ["/".join(one[-enough:]) for one in parts]
@@ -199,7 +199,7 @@ def trained(module: nn.Module, path: Path) -> nn.Module:
 
 
 def whole(path: Path, numbers: Iterable[str] = ()) -> dict[str, Any]:
-    """A file with one object, of which some values are numbers, or nothing; an empty one where there is no file."""
+    """The object in a JSON file, or an empty one if there is no file. The values of `numbers` must be numbers or missing."""
     text = content(path)
     found = parsed(text) if text is not None else {}
     if found is None or not all(is_number(found[name]) for name in numbers if found.get(name) is not None):
@@ -208,7 +208,7 @@ def whole(path: Path, numbers: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def content(path: Path, start: int = 0) -> bytes | None:
-    """What is in a file, if there is one, from some byte on."""
+    """The bytes of a file from `start` on; None if there is no file."""
     try:
         with open(path, "rb") as handle:
             handle.seek(start)
@@ -220,22 +220,22 @@ def content(path: Path, start: int = 0) -> bytes | None:
 
 
 def parsed(text: bytes) -> dict[str, Any] | None:
-    """A JSON object; None where the text is anything else."""
+    """A JSON object; None if the text is anything else."""
     try:
         found = json.loads(text)
-    except (ValueError, RecursionError):  # among the first are bytes that are no text
+    except (ValueError, RecursionError):  # a ValueError also for bytes that are not text
         return None
     return found if isinstance(found, dict) else None
 
 
 def a_round(row: dict[str, Any]) -> bool:
-    """Is this a line of metrics.jsonl? Rates are one number for each epoch, causes are words, all else is numbers."""
+    """Is this a line of metrics.jsonl? Rates are one number per epoch, causes are words, the rest are numbers."""
     figures = {name: value for name, value in row.items() if name != "causes" and value is not None}
     return "round" in figures and all(is_row(v) if name in RATES else is_number(v) for name, v in figures.items())
 
 
 def participants(row: dict[str, Any]) -> bool:
-    """Is this a line of clients.jsonl? Whoever took part has rates and a distance moved, whoever was left out has a cause."""
+    """Is this a line of clients.jsonl? Each participant has rates and a distance moved, each client left out has a cause."""
     clients, rates, moved = (row.get(name, []) for name in ("clients", "rates", "moved"))
     listed = is_row(clients) and is_row(moved) and isinstance(rates, list) and all(map(is_row, rates))
     causes = row.get("left_out", {})

@@ -1,5 +1,5 @@
-"""What runs are judged by: the figure they end with, and what they spent until they reached a target; and methods by the means over
-their seeds. Every table of runs is made from this."""
+"""How runs are judged: by their final figure and by the cost of reaching a target. Methods are judged by means over their seeds.
+Every table of runs uses this."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedagg.sheets import Sheet
 
 
 class Judged(Protocol):
-    """A result, a cell of a results folder, an entry of a report."""
+    """A result, a cell of a results folder, or an entry of a report."""
 
     @property
     def score(self) -> float: ...
@@ -34,7 +34,7 @@ def points(value: float, half: float, sign: str = "+", metric: Measure = ACCURAC
 
 
 def check_target(target: float | None, of_accuracy: bool = True) -> float | None:
-    """Of another metric than accuracy, a target may be any number."""
+    """The target, or an error for an impossible accuracy. For other metrics, any number is allowed."""
     if target is not None and not (0 < target <= 1 if of_accuracy else math.isfinite(target)):
         raise SettingError("target", target, "give the accuracy to reach as a share, above 0 and at most 1, e.g. 0.8")
     return target
@@ -42,8 +42,8 @@ def check_target(target: float | None, of_accuracy: bool = True) -> float | None
 
 @dataclass(frozen=True)
 class Score:
-    """One run: its figure and loss, the figure after each round (None where it was not measured), the bytes sent until then, and
-    how often a client was trained."""
+    """One run: its figure and loss, the figure after each round (None if it was not measured), the bytes sent until then, and the
+    number of client trainings."""
 
     seed: int
     value: float
@@ -58,7 +58,7 @@ class Score:
     def of(
         cls, run: Judged, seed: int, curve: Sequence[float | None], columns: Mapping[str, Sequence[Any]], seconds: float
     ) -> Score:
-        """From the columns of a record, a value a round: `curve` is that of the run's metric."""
+        """A score from the columns of a record, one value per round; `curve` is the column of the run's metric."""
         counted = [*columns["bytes_up"], *columns["bytes_down"], *columns["passes"]]
         if None in counted:  # a record of an early version
             sent, trainings = [math.nan] * len(curve), math.nan
@@ -74,7 +74,7 @@ class Score:
         return self.metric.best(value for value in self.curve if value is not None)
 
     def reached(self, target: float) -> tuple[int, float] | None:
-        """The first round after which the figure is at least as good as the target, and the bytes sent until then."""
+        """The first round after which the figure reached the target, and the bytes sent until then."""
         better = self.metric.better
         rounds = (t for t, value in enumerate(self.curve) if value is not None and better(value) >= better(target))
         first = next(rounds, None)
@@ -83,8 +83,8 @@ class Score:
 
 @dataclass(frozen=True)
 class Standing:
-    """What a method came to over its seeds, and how far it is ahead of the first one, with half of the 95 % interval. `reached`
-    says how many seeds reached the target; rounds and megabytes to it are means over those."""
+    """The result of a method over its seeds, and its lead over the first method, with half of the 95 % interval. `reached` is the
+    number of seeds that reached the target; rounds and megabytes to it are means over those."""
 
     method: str
     seeds: int
@@ -104,14 +104,14 @@ class Standing:
     metric: Measure = ACCURACY
 
     def record(self) -> dict[str, Any]:
-        """For JSON, CSV and pandas: what is no number is None, and of a target nothing is said where there is none."""
+        """The fields for JSON, CSV and pandas: non-finite numbers are None, and without a target its fields are omitted."""
         leave = () if self.target is not None else ("target", "reached", "rounds_to_target", "megabytes_to_target")
         named = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in (*leave, "metric")}
         known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in named.items()}
         return {self.metric.key if name == "score" else name: value for name, value in known.items()}
 
     def to_target(self) -> tuple[str, str]:
-        """Rounds and megabytes to the target; where some seeds never reached it, how many did."""
+        """Rounds and megabytes to the target; if some seeds never reached it, also how many did."""
         if not self.reached:
             return "-", "-"
         some = f" ({self.reached} of {self.seeds})" if self.reached < self.seeds else ""
@@ -119,7 +119,7 @@ class Standing:
 
 
 def standings(groups: Mapping[str, Sequence[Score]], target: float | None = None) -> list[Standing]:
-    """A line a method, each against the first."""
+    """One row per method, each compared with the first."""
     values = {method: {one.seed: one.value for one in group} for method, group in groups.items()}
     first = next(iter(values.values()), {})
     made = []
@@ -150,8 +150,8 @@ def standings(groups: Mapping[str, Sequence[Score]], target: float | None = None
 
 
 def sheet(groups: Mapping[str, Sequence[Standing]], title: str, notes: Sequence[str] = (), head: str = "algorithm") -> Sheet:
-    """One row a method, the best of its setting in bold; with several seeds also their number, the deviation and the difference
-    from the first. What the settings are called is shown where there are several."""
+    """One row per method, the best of its setting in bold; with several seeds also their number, the deviation and the difference
+    from the first. The names of the settings are shown if there are several."""
     every = [one for found in groups.values() for one in found]
     several, settings = any(one.seeds > 1 for one in every), len(groups) > 1
     targets = {one.target for one in every if one.target is not None}

@@ -1,7 +1,7 @@
-"""Randomness with an address: every draw comes from a generator made from the run's seed and a purpose.
+"""Reproducible randomness: every draw comes from a generator made from the run's seed and a purpose.
 
-No global state is read, so the participants of round 7 are the same whatever the algorithm, the engine or the number of
-draws before them, and a resumed run needs to remember nothing but its round.
+No global state is read. So the participants of round 7 are the same whatever the algorithm, the engine or the number of earlier
+draws, and a resumed run needs to remember only its round.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def numpy_generator(seed: int, *purpose: object) -> np.random.Generator:
 
 @contextmanager
 def seeded_global(seed: int, device: torch.device) -> Iterator[None]:
-    """Modules such as ``nn.Dropout`` draw from torch's global generator: seed it for a while, then put it back."""
+    """Seed torch's global generator for a while, then restore it: modules such as ``nn.Dropout`` draw from it."""
     devices = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        # Not torch.manual_seed: for every kind of accelerator that is not there it formats a stack trace, milliseconds a client.
+        # Not torch.manual_seed: it formats a stack trace for every missing kind of accelerator, milliseconds per client.
         torch.default_generator.manual_seed(seed)
         for index in devices:
             torch.cuda.default_generators[index].manual_seed(seed)
@@ -47,6 +47,6 @@ def participants(seed: int, t: int, clients: int, count: int) -> list[int]:
 
 
 def batches(seed: int, size: int, epochs: int) -> Tensor:
-    """A client's sample order in one round: (epochs, size), a fresh permutation an epoch."""
+    """A client's sample order in one round: (epochs, size), a new permutation for each epoch."""
     generator = torch.Generator().manual_seed(seed)
     return torch.stack([torch.randperm(size, generator=generator) for _ in range(epochs)])

@@ -1,5 +1,4 @@
-"""The server of a federation, whether its clients are simulated or real: `fedagg.run` and the Flower strategy are two loops
-around it."""
+"""The server of a federation with simulated or real clients: `fedagg.run` and the Flower strategy are two loops around it."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ from fedagg.work import ClientOptions
 
 
 class Server:
-    """Holds what is carried from round to round: the model, its average, the method's state, what rounding kept back, and the
-    yardstick by which clients are found absurd.
+    """Holds what is carried from round to round: the model, its average, the method's state, the rounding error of the downlink,
+    and the yardstick for outliers.
 
     Args:
         config: the settings of the run.
@@ -39,22 +38,22 @@ class Server:
         self.average = self.model.w
         self.downlink, self.yardstick = Downlink(config.downlink_bits, config.seed), Yardstick()
         self.prepared = False
-        self.frozen: list[tuple[str, Tensor, int]] = []  # what was frozen last, with its versions
+        self.frozen: list[tuple[str, Tensor, int]] = []  # what was last frozen, with its versions
         algorithm.start(self.model, module, self.layout)
 
     def connect(self, there: Callable[[], Sequence[int]], clients: Callable[..., Clients]) -> None:
-        """Who can be asked to take part, and what makes a round's `Clients` of those who are: it is given the server's half of
-        their fields."""
+        """Set where clients come from: `there` gives those that can be asked, and `clients` makes a round's `Clients` from the
+        server's half of their fields."""
         self.there, self.make = there, clients
 
     def participants(self, t: int) -> list[int]:
-        """Of the clients that are there, those who take part in round t, drawn by the seed."""
+        """The clients that take part in round t, drawn by the seed from those that are available."""
         there = self.there()
         count = min(self.config.per_round, len(there))
         return [there[k] for k in seeding.participants(self.config.seed, t, len(there), count)] if count else []
 
     def clients(self, t: int) -> Clients:
-        """The participants of round t, at the model as it stands; the method's base rate is that of the round."""
+        """The participants of round t, with the current model. Sets the method's base rate to that of the round."""
         self.algorithm.lr = self.config.rate(t)
         return self.make(
             t=t,
@@ -73,11 +72,11 @@ class Server:
         )
 
     def play(self, clients: Clients) -> bool:
-        """One round with these clients: is there a new model? Where too few of them answered, everything is as it was."""
+        """Play one round with these clients. Is there a new model? If too few of them answered, nothing has changed."""
         before, was = self.carried(), self.model
         try:
             self.prepare()
-            self.algorithm.lr = self.config.rate(clients.t)  # preparing may have looked at other rounds
+            self.algorithm.lr = self.config.rate(clients.t)  # preparing may have changed it for other rounds
             before = self.carried()
             self.model = self.algorithm.round(was, clients)
         except (NoClients, TooFew):
@@ -86,8 +85,8 @@ class Server:
         return clients.outcome is not None or not torch.equal(was.w, self.model.w)
 
     def prepare(self) -> None:
-        """What the method does before training, once. What a rehearsal carries from round to round is its own: however long it is,
-        training begins the same."""
+        """Let the method prepare once, before training. A rehearsal has its own rounding error and yardstick, so training starts
+        the same however long the rehearsal was."""
         if not self.prepared:
             _, error, length = self.carried()
             self.downlink.error, self.yardstick.length = None, 0.0
@@ -102,12 +101,12 @@ class Server:
         self.algorithm.state, self.downlink.error, self.yardstick.length = state, error, length
 
     def settle(self, t: int) -> None:
-        """After round t: its model enters the running average, in which later ones weigh more (Shamir, Zhang 2013, with η = 8)."""
+        """After round t, add its model to the running average, in which later ones weigh more (Shamir, Zhang 2013, with η = 8)."""
         self.average = self.average + 9.0 / (t + 9.0) * (self.model.w - self.average)
 
     @property
     def shown(self) -> Model:
-        """The model that is evaluated and kept: the one trained, unless the method or the settings say otherwise."""
+        """The model that is evaluated and kept: the trained one, unless the method or the settings say otherwise."""
         return Model(self.average, self.model.buffers) if self.config.average else self.algorithm.reported(self.model)
 
     def due(self, t: int) -> bool:
@@ -115,7 +114,7 @@ class Server:
         return (t + 1) % self.config.eval_every == 0 or t + 1 == self.config.rounds
 
     def freeze(self, done: int) -> Checkpoint:
-        """All that the server carries into the next round. Nothing is copied: rounds make new tensors and change none."""
+        """Everything the server carries into the next round. Nothing is copied: rounds replace tensors and change none in place."""
         self.unaltered()
         tensors = {"w": self.model.w, "buffers": self.model.buffers, "average": self.average}
         tensors["yardstick"] = torch.tensor(self.yardstick.length, dtype=torch.float64)
@@ -123,7 +122,7 @@ class Server:
         for name, value in self.algorithm.state.items():
             if isinstance(value, Tensor):
                 tensors[f"state/{name}"] = value
-            elif isinstance(value, int | float):  # booleans are whole numbers to Python
+            elif isinstance(value, int | float):  # includes booleans
                 numbers[name] = value
             else:
                 raise self.wrong(f"state[{name!r}] is a {type(value).__name__}; keep tensors and numbers there")
@@ -133,7 +132,7 @@ class Server:
         return Checkpoint(done, tensors, {"numbers": numbers})
 
     def unaltered(self) -> None:
-        """What was frozen must be as it was: a round that is taken back, or saved later, needs it."""
+        """Check that nothing frozen was changed in place: it is needed to undo a round, or to save it later."""
         for name, tensor, before in self.frozen:
             if version(tensor) != before:
                 what = f"state[{name.removeprefix('state/')!r}]" if name.startswith("state/") else f"the model's {name}"
@@ -143,7 +142,7 @@ class Server:
         return FedaggError(f"algorithm {self.algorithm.name or type(self.algorithm).__name__}: {words}")
 
     def revive(self, saved: Checkpoint) -> None:
-        """Back from `freeze`. Numbers of the state in double precision stay on the CPU, where they are used."""
+        """Restore what `freeze` returned. Double-precision numbers of the state stay on the CPU, where they are used."""
         self.unaltered()
         t = saved.tensors
         self.model = Model(t["w"].to(self.device), t["buffers"].to(self.device))
@@ -153,7 +152,7 @@ class Server:
         self.carry(state | saved.facts.get("numbers", {}), t.get("downlink"), float(t["yardstick"]))
 
     def resume(self, saved: Checkpoint) -> None:
-        """Go on from a checkpoint of another process, which must be one of this server's."""
+        """Continue from a checkpoint of another process, which must belong to this server."""
         fresh = self.freeze(0)
         checkpoint.same_form(fresh.tensors, saved.tensors)
         for name in fresh.facts["numbers"]:
@@ -163,12 +162,12 @@ class Server:
 
 
 def version(tensor: Tensor) -> int:
-    """How often torch has seen it changed in place."""
+    """How often torch has counted an in-place change of this tensor."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def client_options(config: Config) -> ClientOptions:
-    """How the configuration has clients take a step."""
+    """The clients' optimiser options in this configuration."""
     return ClientOptions(
         epochs=config.epochs,
         batch_size=config.batch_size,

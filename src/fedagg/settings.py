@@ -10,7 +10,7 @@ from fedagg.schedule import Schedule
 
 
 class Settings(BaseModel):
-    """The names here are taken: no option of a method may have one of them."""
+    """All settings. Options of methods may not have the same names."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
 

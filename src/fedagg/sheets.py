@@ -1,4 +1,4 @@
-"""A table for people: text for a terminal, Markdown, LaTeX (booktabs), CSV, and HTML for notebooks."""
+"""Tables as text for a terminal, Markdown, LaTeX (booktabs), CSV, and HTML for notebooks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     import pandas
 
 FORMATS = ("text", "markdown", "latex", "csv")
-WIDE = 1000  # more than any table is
+WIDE = 1000  # wider than any table
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """Cells as they are read, and as numbers in `records`. The first `words` columns are names, the others are numbers; `bold` has
-    the places, row and column, of the best."""
+    """A table: cells as text, and numbers in `records`. The first `words` columns are names, the others are numbers; `bold` has the
+    row and column of each best value."""
 
     title: str
     heads: Sequence[str]
@@ -64,7 +64,7 @@ class Sheet:
         return "\n".join([*lines, *(["", " ".join(self.notes)] if self.notes else [])]) + "\n"
 
     def latex(self) -> str:
-        """Needs the package booktabs."""
+        """The table in LaTeX; needs the package booktabs."""
         columns = "l" * self.words + "r" * (len(self.heads) - self.words)
         rows = [[tex(cell) for cell in row] for row in self.rows]
         for at, column in self.bold:
@@ -75,7 +75,7 @@ class Sheet:
         return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", *(f"% {note}" for note in self.notes)]) + "\n"
 
     def csv(self) -> str:
-        """The numbers; what is missing is empty."""
+        """The numbers; missing ones are empty."""
         out = io.StringIO()
         names = list(dict.fromkeys(name for record in self.records for name in record))
         write = csv.DictWriter(out, names, lineterminator="\n")
@@ -101,7 +101,7 @@ def check_format(form: str) -> str:
 
 
 def frame(records: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
-    """As a pandas frame, where pandas is installed: nothing else here needs it."""
+    """The records as a pandas frame. Pandas is imported here because nothing else needs it."""
     need("to_pandas()", "pandas", "analysis")
     import pandas
 

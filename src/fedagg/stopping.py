@@ -1,4 +1,4 @@
-"""Stopping a run before its last round: when it is good enough, or no longer gets better. Settings of a run, and callbacks."""
+"""Stop a run before its last round, when it is good enough or no longer improves. Available as settings and as callbacks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Rule(ABC):
-    """A callback that stops a run by what its rounds came to, those before a resume included. `reason` says why it did."""
+    """A callback that stops a run by the results of its rounds, including those before a resume. `reason` says why."""
 
     def __init__(self) -> None:
         self.reason, self.metric = "", ACCURACY
@@ -24,11 +24,11 @@ class Rule(ABC):
         self.metric = metric
 
     def started(self, config: Config, done: int) -> None:
-        """Forget an earlier run, if there was one."""
+        """Forget any earlier run."""
         self.reason = ""
 
     def resumed(self, history: Sequence[dict[str, Any]]) -> bool:
-        """Had the run come to its end? Then there is nothing to go on with."""
+        """Had the run already reached its end? Then there is nothing to resume."""
         return any([self.round_done(row) for row in history][-1:])
 
     def round_done(self, row: dict[str, Any]) -> bool:
@@ -37,11 +37,11 @@ class Rule(ABC):
 
     @abstractmethod
     def enough(self, number: int, value: float) -> bool:
-        """Is it, with this value of the metric in this round?"""
+        """Is this value of the metric in this round a reason to stop?"""
 
 
 class StopAt(Rule):
-    """Stops a run when its metric, accuracy for most, reaches a value.
+    """Stops a run when its metric, usually accuracy, reaches a value.
 
     Args:
         value: accuracy as a share: 0.9 for 90 %.
@@ -66,10 +66,10 @@ class StopAt(Rule):
 
 
 class Patience(Rule):
-    """Stops a run when its metric, accuracy for most, was not better than before for some evaluations in a row.
+    """Stops a run when its metric, usually accuracy, has not improved for some evaluations in a row.
 
     Args:
-        evaluations: how many; with `eval_every=1`, as many rounds.
+        evaluations: how many; with `eval_every=1`, this is the number of rounds.
     """
 
     def __init__(self, evaluations: int) -> None:
@@ -92,6 +92,6 @@ class Patience(Rule):
 
 
 def rules(config: Config) -> list[Rule]:
-    """Those that the settings ask for."""
+    """The rules that the settings ask for."""
     made: list[Rule] = [] if config.stop_at is None else [StopAt(config.stop_at)]
     return made + ([Patience(config.patience)] if config.patience else [])

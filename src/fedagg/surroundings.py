@@ -1,4 +1,4 @@
-"""What a run finds in its process and shares with everybody there: torch's switches, threads and random numbers."""
+"""The state that a run shares with the rest of its process: torch's switches, threads and random numbers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from fedagg.engines.base import switches_restored
 from fedagg.errors import SettingError
 
-_running = threading.RLock()  # a callback may start a run of its own: it is the same thread, and waits for it
+_running = threading.RLock()  # reentrant, because a callback may start another run: that is in the same thread, which waits for it
 
 
 @contextmanager
 def as_usual() -> Iterator[None]:
-    """Gradients and float32, whatever the caller has set; and all as it was afterwards.
+    """Run with gradients and float32, whatever the caller has set, and restore everything afterwards.
 
-    Layers draw from torch's own generator, of which a process has one: two runs at once would draw each other's numbers."""
+    Layers draw from torch's global generator, one per process: two runs at once would take each other's numbers."""
     if not _running.acquire(blocking=False):
         words = "another run is going on in this process, and both would draw from one generator; give it a process of its own"
         raise SettingError("run", threading.current_thread().name, words)

@@ -1,7 +1,7 @@
-"""What is learnt: a task's loss, and the figures that its model is judged by.
+"""Tasks: the loss of a model, and the figures that it is judged by.
 
-A metric is a score of sums: every sample gives a few numbers, which are added over whatever samples are asked about (the test set,
-one client's, those of many nodes), and the score is a function of these sums.
+A metric is a function of sums. Every sample gives a few numbers, which are added over the samples in question (the test set, one
+client's, those of many nodes), and the score is a function of these sums.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from fedagg.measure import Measure
 from fedagg.work import Loss, cross_entropy
 
 PADDING = -100  # the label of a token that does not count
-LEAST_VARIANCE = 1e-12  # of a target, against its square: less is rounding
-ROUNDING = 1e-9  # of sums over many samples
+LEAST_VARIANCE = 1e-12  # of a target, relative to its square: less is rounding
+ROUNDING = 1e-9  # relative error of sums over many samples
 
 
 def anything(sums: Tensor, samples: int) -> bool:
@@ -29,9 +29,9 @@ def anything(sums: Tensor, samples: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Metric(Measure):
-    """A figure as it is computed. `tally` gives every sample's numbers, (B, k), of output and target; `score` is a function of
-    their sums, (k,). `possible` tells whether so many samples can have such sums, which are finite: what nodes of a federation say
-    is not taken on trust."""
+    """A figure and how it is computed. `tally` gives the numbers of every sample, (B, k), from output and target; `score` is a
+    function of their sums, (k,). `possible` checks whether this many samples can have these (finite) sums, because reports from
+    nodes of a federation are not trusted."""
 
     tally: Callable[[Tensor, Tensor], Tensor]
     score: Callable[[Tensor], float]
@@ -40,7 +40,7 @@ class Metric(Measure):
 
 @dataclass(frozen=True)
 class Task:
-    """A kind of target. `metric` is the figure that runs are judged by, `others` are recorded beside it."""
+    """A kind of target. `metric` is the figure that runs are judged by; `others` are recorded too."""
 
     name: str
     loss: Loss
@@ -52,7 +52,7 @@ class Task:
         return (self.metric, *self.others)
 
     def judged_by(self, metric: str | Metric | Callable[[Tensor, Tensor], Tensor] | None) -> Task:
-        """The same with another figure first: one of its own by name, a `Metric`, or a function of output and target that gives a
+        """The same task with another metric: one of its own by name, a `Metric`, or a function of output and target that gives a
         score per sample, of which the mean is reported."""
         if metric is None:
             return self
@@ -70,7 +70,7 @@ class Task:
         return replace(self, metric=chosen, others=tuple(each for each in self.metrics if each.key != chosen.key))
 
 
-# What the lines of the record have beside the metrics: names that no metric may have.
+# Other columns of the record: names that no metric may have.
 TAKEN = {
     *("round", "loss", "train_loss", "rate_mean", "rate_min", "rate_max", "drift", "drift_max", "passes", "participants"),
     *("left_out", "causes", "stragglers", "samples", "bytes_up", "bytes_down", "unchanged", "seconds", "client_mean"),
@@ -80,9 +80,9 @@ TAKEN = {
 
 
 def averaged(function: Callable[[Tensor, Tensor], Tensor]) -> Metric:
-    """The mean of a function of output and target that gives one score a sample, (B,)."""
+    """A metric that is the mean of a function of output and target, which gives one score per sample, (B,)."""
     name = getattr(function, "__name__", type(function).__name__)
-    key = name if name.isidentifier() else "score"  # as that of a lambda is not
+    key = name if name.isidentifier() else "score"  # a lambda's name is not
 
     def tally(output: Tensor, y: Tensor) -> Tensor:
         scores = function(output, y)
@@ -95,7 +95,7 @@ def averaged(function: Callable[[Tensor, Tensor], Tensor]) -> Metric:
 
 
 def with_count(values: Tensor) -> Tensor:
-    """Values (B,) and a one beside each, (B, 2): their sums make a mean."""
+    """Values (B,) with a one beside each, (B, 2), so that their sums give a mean."""
     values = values.double()
     return torch.stack([values, torch.ones_like(values)], 1)
 
@@ -106,7 +106,7 @@ def mean(sums: Tensor) -> float:
 
 
 def one_each(sums: Tensor, samples: int) -> bool:
-    """Is this a total, and how many samples it is of?"""
+    """Can this be a total and the number of these samples?"""
     return len(sums) == 2 and float(sums[1]) == samples
 
 
@@ -115,12 +115,12 @@ def whole(sums: Tensor) -> bool:
 
 
 def some_right(sums: Tensor, samples: int) -> bool:
-    """Are these hits, and of how many?"""
+    """Can this be a number of hits and of attempts?"""
     return len(sums) == 2 and whole(sums) and bool(sums[0] <= sums[1])
 
 
 def wide(output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as a row of numbers a sample, (B, k)."""
+    """Both as one row of numbers per sample, (B, k)."""
     return output.reshape(output.shape[0], -1), y.reshape(y.shape[0], -1)
 
 
@@ -134,13 +134,13 @@ def squared_error(output: Tensor, target: Tensor) -> Tensor:
 
 
 def residuals(output: Tensor, y: Tensor) -> Tensor:
-    """Of every output: squared error, target and its square; and a one, (B, 3k + 1)."""
+    """For every output: squared error, target and its square; and a one, (B, 3k + 1)."""
     output, y = (part.double() for part in wide(output, y))
     return torch.cat([(output - y).square(), y, y.square(), torch.ones_like(y[:, :1])], 1)
 
 
 def r_squared(sums: Tensor) -> float:
-    """The mean over the outputs that vary of 1 - Σ(y - ŷ)² / Σ(y - ȳ)²; not a number where none does."""
+    """The mean of 1 - Σ(y - ŷ)² / Σ(y - ȳ)² over the outputs that vary; NaN if none does."""
     count = sums[-1]
     error, total, squares = sums[:-1].view(3, -1)
     spread = squares - total.square() / count
@@ -161,7 +161,7 @@ def absolute_error(output: Tensor, y: Tensor) -> Tensor:
     return with_count((output.double() - y).abs().mean(1))
 
 
-# Several labels a sample.
+# Several labels per sample.
 
 
 def binary_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
@@ -170,13 +170,13 @@ def binary_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 
 
 def found_labels(output: Tensor, y: Tensor) -> Tensor:
-    """Labels that are rightly found, wrongly found and missed, (B, 3); a label is found where its output is above 0."""
+    """Number of labels rightly found, wrongly found and missed, (B, 3); a label is found if its output is above 0."""
     found, there = output > 0, y > 0.5
     return torch.stack([(found & there).sum(1), (found & ~there).sum(1), (~found & there).sum(1)], 1).double()
 
 
 def f1(sums: Tensor) -> float:
-    """Over all labels together; not a number where there are none, and none were found."""
+    """The F1 score over all labels together; NaN if there are none and none were found."""
     right, wrong, missed = sums.tolist()
     return 2 * right / (2 * right + wrong + missed) if right + wrong + missed else math.nan
 
@@ -185,7 +185,7 @@ def f1(sums: Tensor) -> float:
 
 
 def token_losses(output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The cross-entropy of every token, 0 for padding, and which tokens count, both (B, tokens). Outputs are (B, ..., classes)."""
+    """The cross-entropy of every token, 0 for padding, and which tokens count; both (B, tokens). Outputs are (B, ..., classes)."""
     logp = output.log_softmax(-1)
     picked = logp.gather(-1, y.clamp_min(0)[..., None]).squeeze(-1)
     counts = y != PADDING
@@ -193,7 +193,7 @@ def token_losses(output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def token_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
-    """The loss of every sample, (B,): the mean over its tokens that are no padding."""
+    """The loss of every sample, (B,): the mean over its tokens, without padding."""
     losses, counts = token_losses(output, target)
     return losses.sum(1) / counts.sum(1).clamp_min(1)
 
@@ -210,7 +210,7 @@ def token_surprise(output: Tensor, y: Tensor) -> Tensor:
 
 
 def perplexity(sums: Tensor) -> float:
-    return float(torch.exp(sums[0] / sums[1])) if sums[1] else math.nan  # infinite where it is beyond all numbers
+    return float(torch.exp(sums[0] / sums[1])) if sums[1] else math.nan  # infinite on overflow
 
 
 def hits(output: Tensor, y: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Live tracking of a run: TensorBoard, MLflow or Weights & Biases, each a callback and an optional extra.
 
-A tracker is a `fedagg.federation.Callback`: three methods. Write your own the same way and give it to `fedagg.run`.
+A tracker is a `fedagg.federation.Callback` with three methods. You can write your own and give it to `fedagg.run`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from fedagg.result import Result
 
 
 def make(name: str, folder: Path) -> Callback:
-    """The tracker of that name; what it writes beside the run goes under `folder`."""
+    """The tracker of that name; its files go under `folder`."""
     return Tolerant(name, TRACKERS.find(name)(folder))
 
 
 def scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """A round's figures one by one; a figure with a value for each epoch becomes one series an epoch."""
+    """A round's figures one by one; a figure with a value per epoch becomes one series per epoch."""
     for name, value in row.items():
         if isinstance(value, list):
             yield from ((f"{name}/epoch_{i}", v) for i, v in enumerate(value, start=1) if isinstance(v, float))
@@ -37,7 +37,7 @@ def scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def load(module: str, extra: str) -> Any:
-    """The library behind a tracker, or one line that says how to get it."""
+    """The library of a tracker, or a one-line error that says how to install it."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -46,7 +46,7 @@ def load(module: str, extra: str) -> Any:
 
 @contextmanager
 def one_line(name: str, fix: str) -> Iterator[None]:
-    """A library that cannot begin says so in errors of its own; what to do about it is the user's, so it is one line."""
+    """Turn errors of a tracking library that cannot start into one line, because the user can fix them."""
     try:
         yield
     except Exception as error:
@@ -55,7 +55,7 @@ def one_line(name: str, fix: str) -> Iterator[None]:
 
 @contextmanager
 def unless_set(**values: str) -> Iterator[None]:
-    """Environment variables for a while, where the user has not set them."""
+    """Set environment variables for a while, unless the user has set them."""
     ours = {name: value for name, value in values.items() if name not in os.environ}
     os.environ.update(ours)
     try:
@@ -66,8 +66,8 @@ def unless_set(**values: str) -> Iterator[None]:
 
 
 class Tolerant:
-    """A tracker that cannot begin keeps the run from beginning. Later, a store that cannot be reached any more is no reason to lose
-    the run: that is said once, and the run goes on without it."""
+    """Wraps a tracker. If it cannot start, the run does not start. If its store becomes unreachable later, there is one warning,
+    and the run continues without it."""
 
     def __init__(self, name: str, tracker: Callback) -> None:
         self.name, self.tracker, self.works = name, tracker, True
@@ -99,7 +99,7 @@ class TensorBoard:
         self.writers = load("tensorboard", "tensorboard") and load("torch.utils.tensorboard", "tensorboard")
 
     def started(self, config: Config, done: int) -> None:
-        # A resumed run writes from its checkpoint on; what was written after it is overruled.
+        # A resumed run writes from its checkpoint on; later events are purged.
         self.writer = self.writers.SummaryWriter(str(self.folder), purge_step=done + 1)
         self.writer.add_text("config", f"```toml\n{config.toml()}```")
 
@@ -115,14 +115,14 @@ class MLflow:
     """A run in the store that MLFLOW_TRACKING_URI names, else in mlflow.db beside the run folder."""
 
     def __init__(self, folder: Path) -> None:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # what is tracked here is nobody else's business
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # do not report to third parties
         client = load("mlflow.tracking", "mlflow").MlflowClient
         self.entities = load("mlflow.entities", "mlflow")
         self.name, store = folder.name, os.environ.get("MLFLOW_TRACKING_URI")
         if not store:
             files.folder(folder.parent)
             store = f"sqlite:///{(folder.parent / 'mlflow.db').resolve()}"
-        # Asked for once before the run begins, and not for minutes: later, MLflow's own patience is what a long run needs.
+        # Check the store once before the run, without long retries. Later, MLflow's own retries suit a long run.
         with self.one_line(), unless_set(MLFLOW_HTTP_REQUEST_MAX_RETRIES="1", MLFLOW_HTTP_REQUEST_TIMEOUT="20"):
             self.client = client(store)
             self.client.get_experiment_by_name("fedagg")

@@ -1,5 +1,5 @@
-"""Grids of settings. `tune` tries one on training data that is held back, never on the test set, and ranks it; `sweep` shows how
-the result changes over one."""
+"""Grids of settings. `tune` tries them on training data that is held back, never on the test set, and ranks them; `sweep` shows how
+the result changes over a grid."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from fedagg.work import Loss
 if TYPE_CHECKING:
     import pandas
 
-VALIDATION = 0.1  # of the training data is held back where nobody says otherwise
+VALIDATION = 0.1  # default share of the training data that is held back
 SEEDS = (5, 6)  # not those that results are reported with
-HALVING = 4  # a first go of so many times fewer rounds, after which so many times fewer settings are left
+HALVING = 4  # a first pass with a quarter of the rounds, after which a quarter of the settings are left
 
-# What a method is judged on: between two values of these, the better figure says nothing about the method.
+# The task. A better figure for another value of these says nothing about the method.
 TASK = {
     *("algorithm", "dataset", "task", "metric", "partition", "sigma", "shards", "deviation", "column", "clients", "participation"),
     *("validation", "client_test", "per_client", "personal", "seed"),
 }
 
-Run = Callable[[list[Cell]], bool]  # makes the runs that there are no results of, and says whether it came to its end
-Scored = tuple[float, Measure]  # what a run came to, and what that is
+Run = Callable[[list[Cell]], bool]  # makes the runs that have no results yet, and says whether it finished
+Scored = tuple[float, Measure]  # the score of a run, and its measure
 Found = Callable[[Config], Scored | None]
 R = TypeVar("R")
 Judge = Metric | str | Callable[[Tensor, Tensor], Tensor] | None
@@ -53,7 +53,7 @@ Judge = Metric | str | Callable[[Tensor, Tensor], Tensor] | None
 
 @dataclass(frozen=True)
 class Point:
-    """One point of the grid, and the score it came to with each seed: its accuracy, or what else its task is judged by."""
+    """One point of the grid, and its score with each seed: accuracy, or the metric of its task."""
 
     settings: dict[str, Any]
     config: Config
@@ -71,28 +71,28 @@ class Point:
 
     @property
     def deviation(self) -> float:
-        """Between the seeds; of one seed there is no telling."""
+        """Standard deviation between the seeds; NaN for one seed."""
         return paired.deviation(self.scores)
 
     def short(self) -> Point:
-        """The same for a part of the rounds."""
+        """The same point with a part of the rounds."""
         return replace(self, config=shortened(self.config))
 
 
 def shortened(config: Config) -> Config:
-    """The same run for a part of the rounds, at least one."""
+    """The same run with a part of the rounds, at least one."""
     return config.changed(rounds=max(1, config.rounds // HALVING), warmup=config.warmup // HALVING)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be tried: made, and every setting checked, before anything runs. With `draws`, points are looked for between the
-    ends of the axes, and `trials` has the corners."""
+    """What is to be tried. All settings are checked before anything runs. With `draws`, points are searched for between the ends of
+    the axes, and `trials` has the corners."""
 
     axes: dict[str, tuple[Any, ...]]
     trials: tuple[Point, ...]
     seeds: tuple[int, ...]
-    said: tuple[str, ...]  # the command that runs one of these, up to the settings of the grid
+    said: tuple[str, ...]  # the command that runs one of these, without the settings of the grid
     made: Callable[[dict[str, Any]], Point]
     halving: bool = False
     draws: int | None = None
@@ -112,7 +112,7 @@ class Plan:
         trials: int | None = None,
         choosing: bool = True,
     ) -> Plan:
-        """The plan of `tune`, or of `sweep`, which chooses nothing."""
+        """The plan of `tune`, or of `sweep` (without `choosing`)."""
         given = {name: value for name, value in settings.items() if value is not None}
         axes = axes_of(grid, given, TASK if choosing else {"algorithm", "seed"})
         chosen = {**({"validation": VALIDATION} if choosing else {}), **given, "algorithm": method}
@@ -124,7 +124,7 @@ class Plan:
             raise SettingError("validation", 0, words)
 
         def made(point: dict[str, Any]) -> Point:
-            split = point.get("partition")  # where it is on the grid, a partition takes what it knows of the rest
+            split = point.get("partition")  # if partitions are on the grid, each takes only the settings it knows
             unused = [name for name, users in OF_PARTITIONS.items() if split is not None and split not in users]
             mine = {name: value for name, value in chosen.items() if name not in unused}
             return Point(point, resolve({**mine, **point, "seed": seeds[0]}, file, preset))
@@ -137,14 +137,14 @@ class Plan:
         ends = {name: ends_of(values) if trials is not None else values for name, values in axes.items()}
         points = [made(dict(zip(ends, values, strict=True))) for values in itertools.product(*ends.values())]
         for seed in seeds:
-            points[0].config.changed(seed=seed)  # which says what is wrong with it
+            points[0].config.changed(seed=seed)  # raises an error for a bad seed
         for name, count in (("random", random), ("trials", trials)):
             if count is not None and count < 1:
                 raise SettingError(name, count, "draw at least one point of the grid")
         if trials is not None:
             need("tune --trials", "optuna", "optuna")
         if random is not None:
-            drawn = seeding.numpy_generator(0, "tune").permutation(len(points))[:random]  # the same ones every time
+            drawn = seeding.numpy_generator(0, "tune").permutation(len(points))[:random]  # the same points every time
             points = [points[k] for k in sorted(drawn.tolist())]
         if halving:
             if len(points) < HALVING or "rounds" in axes or min(trial.config.rounds for trial in points) < HALVING:
@@ -158,7 +158,7 @@ class Plan:
         return cls(axes, tuple(points), seeds, told, made, halving, trials)
 
     def cells(self, trials: Iterable[Point]) -> list[Cell]:
-        """The runs. Seeds come outermost, so that a grid cut short is a whole grid of fewer seeds."""
+        """The runs. Seeds are the outer loop, so that a grid cut short is a complete grid with fewer seeds."""
         return [
             Cell(label(trial.settings), trial.config.method, trial.config.changed(seed=seed), f"{trial.config.rounds} rounds")
             for seed in self.seeds
@@ -166,7 +166,7 @@ class Plan:
         ]
 
     def scored(self, trials: Sequence[Point], run: Run, found: Found) -> list[Point]:
-        """The points with what they came to. One that came to nothing is left out, and named."""
+        """The points with their scores. Points without a result are left out, and named in a warning."""
         if not run(self.cells(trials)):
             raise KeyboardInterrupt
         known = [(t, [found(t.config.changed(seed=seed)) for seed in self.seeds]) for t in trials]
@@ -176,7 +176,7 @@ class Plan:
         return [judged(t, [one for one in each if one is not None]) for t, each in known if None not in each]
 
     def carry_out(self, run: Run, found: Found) -> Tuned:
-        """Try the points, and rank them."""
+        """Try the points and rank them."""
         if self.draws is not None:
             return Tuned(self, ranked(self.searched(run, found)), [])
         first = ranked(self.scored([t.short() for t in self.trials], run, found)) if self.halving else []
@@ -185,7 +185,7 @@ class Plan:
         return Tuned(self, ranked(self.scored(left, run, found)), first)
 
     def go_over(self, run: Run, found: Found) -> Swept:
-        """Try the points, and leave them in the order of the axes."""
+        """Try the points and leave them in the order of the axes."""
         whole = self.scored(self.trials, run, found)
         if not whole:
             raise nothing()
@@ -193,7 +193,7 @@ class Plan:
         return Swept(self, sorted(whole, key=lambda t: [order[name].index(value) for name, value in t.settings.items()]))
 
     def searched(self, run: Run, found: Found) -> list[Point]:
-        """Points that Optuna looks for, one after the other: the same ones every time, as long as they come to the same."""
+        """Points that Optuna chooses one after another: the same ones every time, as long as their scores are the same."""
         import optuna
 
         before = optuna.logging.get_verbosity()
@@ -232,8 +232,7 @@ def ends_of(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def space(values: tuple[Any, ...]) -> Any:
-    """Where to look along an axis: between the smallest and the largest number, by factors where these are ten times apart; among
-    words, any."""
+    """Optuna's range for an axis: from the smallest to the largest number, logarithmic if these differ tenfold; or any word."""
     from optuna import distributions as kinds
 
     if not plots.is_numeric(values) or len(values) == 1:
@@ -246,13 +245,13 @@ def space(values: tuple[Any, ...]) -> Any:
 
 
 def tidy(value: Any) -> Any:
-    """Three digits of a number are enough to tell points apart, and can be read."""
+    """A number rounded to three digits: enough to tell points apart, and easy to read."""
     return float(f"{value:.3g}") if isinstance(value, float) else value
 
 
 @dataclass(frozen=True)
 class Swept:
-    """A grid that has been gone over: its points in the order of the axes. In a notebook it shows itself as a table."""
+    """The results over a grid, with points in the order of the axes. A notebook shows it as a table."""
 
     plan: Plan
     trials: list[Point]
@@ -263,7 +262,7 @@ class Swept:
 
     @property
     def metric(self) -> Measure:
-        """What the points are judged by."""
+        """The metric by which the points are judged."""
         return self.trials[0].metric
 
     @property
@@ -271,7 +270,7 @@ class Swept:
         return [*self.plan.axes, self.metric.label, "deviation", *(["rounds"] if "rounds" not in self.plan.axes else [])]
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row a point: its settings, mean score by its key, deviation between seeds, rounds."""
+        """One row per point: its settings, mean score by its key, deviation between seeds, rounds."""
         return [
             {**t.settings, t.metric.key: finite(t.mean), "deviation": finite(t.deviation), "rounds": t.config.rounds}
             for t in self.shown
@@ -292,18 +291,18 @@ class Swept:
         return self.sheet().render(form)
 
     def to_pandas(self) -> pandas.DataFrame:
-        """A row a point."""
+        """One row per point."""
         return sheets.frame(self.rows())
 
     def _repr_html_(self) -> str:
         return self.sheet().html()
 
     def plot(self, path: str | Path) -> Path:
-        """The score over the grid: a line over one axis, a heat map over two. Of more, over the first two, at the best of all."""
+        """Plot the score: a line over one axis, a heat map over two. With more axes, over the first two, the best of the others."""
         names = [name for name, values in self.plan.axes.items() if len(values) > 1][:2] or list(self.plan.axes)[:1]
         ordered = sorted(self.trials, key=lambda trial: -trial.rank)
         at: dict[tuple[Any, ...], tuple[float, float]] = {}
-        for trial in ordered:  # the best comes first
+        for trial in ordered:  # best first, and the first of each place is kept
             at.setdefault(tuple(trial.settings[name] for name in names), (trial.mean, trial.deviation))
         tried = {name: tuple(dict.fromkeys(trial.settings[name] for trial in self.trials)) for name in names}
         searched = self.plan.draws is not None
@@ -316,7 +315,7 @@ class Swept:
 
 @dataclass(frozen=True)
 class Tuned(Swept):
-    """A grid that has been tried: its points, best first. With halving, `first` has what all came to after fewer rounds."""
+    """The ranked results over a grid, best first. With halving, `first` has the results of all points after fewer rounds."""
 
     first: list[Point]
 
@@ -331,7 +330,7 @@ class Tuned(Swept):
 
     @property
     def edges(self) -> list[str]:
-        """The axes at whose end the best point lies, where values beyond it are possible."""
+        """The axes where the best point lies at an end and values beyond it are possible."""
         found = []
         for name, values in self.plan.axes.items():
             best = self.best.settings[name]
@@ -343,7 +342,7 @@ class Tuned(Swept):
 
     @property
     def config(self) -> Config:
-        """The best settings for a run on all training data, reported on the test set."""
+        """The best settings, for a run on all training data with results on the test set."""
         return self.best.config.changed(validation=0.0, seed=0)
 
     @property
@@ -376,19 +375,19 @@ def tune(
 
     Args:
         method: a method's name.
-        grid: the values of each setting, or option of the method, that is tried.
+        grid: the values to try for each setting or option of the method.
         data: your own data in place of a named set, in any form that `fedagg.run` takes.
         model: a name, or your own module.
         loss: per-sample loss of (output, target), (B,); the task's by default.
         metric: what points are judged by, as `fedagg.run` takes it; the task's by default.
         preset: the settings to start from.
-        seeds: every point is run once with each.
-        random: try so many points of the grid, drawn at random.
+        seeds: every point is run once with each seed.
+        random: try this many points of the grid, drawn at random.
         halving: run all points for a quarter of the rounds, and only the best quarter of them for all rounds.
-        trials: let Optuna look for so many points between the ends of the axes.
-        jobs: runs at once, each in a process of its own; `auto` for one a core.
-        out: a folder that keeps the results; the same call goes on from there. Without one nothing is kept.
-        settings: those of all runs, as `fedagg.run` takes them; `validation` is the share held back, 0.1 by default.
+        trials: let Optuna choose this many points between the ends of the axes.
+        jobs: runs at once, each in its own process; `auto` for one per core.
+        out: a folder that keeps the results; the same call continues from there. Without one nothing is kept.
+        settings: settings for all runs, as `fedagg.run` takes them; `validation` is the share held back, 0.1 by default.
     """
     own = Given(checks.samples(data, None, None, settings), model, loss, metric)
     plan = Plan.make(
@@ -411,8 +410,8 @@ def sweep(
     out: str | Path | None = None,
     **settings: Any,
 ) -> Swept:
-    """Run a method over a grid of any settings, the task's among them, and show how the result changes. Nothing is chosen, and runs
-    are scored on the test set unless `validation` is given. Arguments are those of `fedagg.tune`.
+    """Run a method over a grid of any settings, including those of the task, and show how the result changes. Nothing is chosen,
+    and runs are scored on the test set unless `validation` is given. Arguments are those of `fedagg.tune`.
     """
     own = Given(checks.samples(data, None, None, settings), model, loss, metric)
     plan = Plan.make(method, grid, settings | own.settings, preset=preset, seeds=seeds, choosing=False)
@@ -420,7 +419,7 @@ def sweep(
 
 
 class Given:
-    """What the runs of a grid get from Python."""
+    """The Python objects for the runs of a grid."""
 
     def __init__(self, data: Dataset | None, model: nn.Module | str | None, loss: Loss | None, metric: Judge) -> None:
         self.data, self.loss = data, loss
@@ -434,7 +433,7 @@ class Given:
         self.mine += [name for name, thing in (("loss", loss), ("metric", self.metric)) if thing is not None]
 
     def tried(self, carry_out: Callable[[Run, Found], R], jobs: int | str, out: str | Path | None) -> R:
-        """Run the plan: in this process with what came from Python, else as the command does."""
+        """Run the plan: in this process if objects came from Python, else as the command does."""
         if not self.mine:
             with tempfile.TemporaryDirectory() as scratch:
                 store = Store(Path(out) if out is not None else Path(scratch))
@@ -466,7 +465,7 @@ def run_cells(cells: list[Cell], store: Store, jobs: int | str) -> bool:
 
 
 def refuse_failures(ended: Sequence[CellResult]) -> None:
-    """Where not one run went well, the first one's error is that of the whole."""
+    """If all runs failed, raise the error of the first."""
     if ended and all(one.status in ("failed", "no data") for one in ended):
         raise FedaggError(f"grid: {ended[0].message}")
 
@@ -481,12 +480,12 @@ def judged(trial: Point, found: Sequence[Scored]) -> Point:
 
 
 def axes_of(grid: Mapping[str, Iterable[Any]], given: Mapping[str, Any], no_axes: set[str]) -> dict[str, tuple[Any, ...]]:
-    """The grid, with every value once; or an error that says what cannot be an axis."""
+    """The grid with every value once, or an error for what cannot be an axis."""
     axes: dict[str, tuple[Any, ...]] = {}
     for name, values in grid.items():
         if isinstance(values, str) or not isinstance(values, Iterable):
             raise SettingError("grid", {name: values}, "give a list of values")
-        plain = [value.item() if hasattr(value, "item") else value for value in values]  # NumPy's numbers are Python's
+        plain = [value.item() if hasattr(value, "item") else value for value in values]  # turn NumPy's numbers into Python's
         if not all(isinstance(value, bool | int | float | str) for value in plain):
             raise SettingError("grid", {name: plain}, "give numbers or words as values")
         axes[name] = tuple(dict.fromkeys(plain))
@@ -508,7 +507,7 @@ def axes_of(grid: Mapping[str, Iterable[Any]], given: Mapping[str, Any], no_axes
 
 
 def limits(name: str, config: Config) -> Mapping[str, float]:
-    """The ends of a setting's range that are values of it."""
+    """The limits of a setting's range that are allowed values themselves."""
     if name in Config.model_fields:
         ends = Config.model_fields[name].metadata
         return {kind: getattr(end, kind) for end in ends for kind in ("ge", "le") if hasattr(end, kind)}
@@ -517,7 +516,7 @@ def limits(name: str, config: Config) -> Mapping[str, float]:
 
 
 def task(c: Config, plan: Plan) -> str:
-    """What the figures are about, in a line: what is on the grid is said there."""
+    """One line that says what the figures are about; settings on the grid are left out."""
     about = {"dataset": c.dataset, "model": c.model, "partition": runs.split(c), "clients": f"{c.clients} clients"}
     about["participation"] = f"{100 * c.participation:g} % a round"
     words = [word for name, word in about.items() if name not in plan.axes]
@@ -544,7 +543,7 @@ def flags(settings: Mapping[str, Any]) -> list[str]:
 
 
 def figures(row: Mapping[str, Any], metric: Measure) -> list[str]:
-    """Score and deviation as the metric is shown, and the rounds."""
+    """Score and deviation in the form of the metric, and the rounds."""
     mean, deviation = row[metric.key], row["deviation"]
     shown = "-" if mean is None else metric.shown(mean)
     return [shown, "-" if deviation is None else metric.points(deviation), str(row["rounds"])]

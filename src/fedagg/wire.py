@@ -1,8 +1,7 @@
-"""What a real federation sends: the bytes of a round, counted from the work itself.
+"""What a real federation sends: the bytes of a round, counted from the work.
 
-Counted is the payload: the numbers of the vectors, and 8 bytes for every number and 1 for every flag beside them. The
-tests hold `fedagg.flower` to it, message by message. Names and framing come on top, about a kilobyte a message
-whatever the model.
+Only the payload is counted: the numbers of the vectors, 8 bytes for every other number and 1 for every flag. The tests compare
+this with the messages of `fedagg.flower`. Names and framing add about a kilobyte per message, whatever the model.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ FLOAT, NUMBER, FLAG = 4, 8, 1
 # Round, pass, seed, last accepted answer (2), local options (5), bounds and weights (4), form of the field (2), step back,
 # limit of a gradient.
 ORDER = 18 * NUMBER + 2 * FLAG
-ANSWER = len(fields(Report)) * NUMBER  # what a client reports, and its samples; the rates, one an epoch, are counted apart
+ANSWER = len(fields(Report)) * NUMBER  # the report of a client, and its samples; the rates, one per epoch, are counted separately
 
 
 def down(work: Work, model: Model, bits: int = quantize.EXACT) -> int:
@@ -31,7 +30,7 @@ def down(work: Work, model: Model, bits: int = quantize.EXACT) -> int:
 
 
 def up(work: Work, model: Model, epochs: int, represented: int = 0) -> int:
-    """Bytes from one client: its update, loss, rates and sizes; a trace costs a model per epoch and more."""
+    """Bytes from one client: its update, loss, rates and sizes; a trace costs more than one model per epoch."""
     vectors = len(model.w) + len(model.buffers) + represented
     if work.trace:
         vectors += (2 * epochs + 1) * len(model.w)
@@ -39,11 +38,11 @@ def up(work: Work, model: Model, epochs: int, represented: int = 0) -> int:
 
 
 def tested_along(asked: int, numbers: int) -> int:
-    """Bytes of an evaluation that goes along with training, for which the model is there already: a flag to each node, and so many
-    numbers back from all."""
+    """Bytes of an evaluation during training, when the nodes have the model already: a flag to each node, and this many numbers
+    back from all of them."""
     return asked * FLAG + numbers * NUMBER
 
 
 def tested(model: Model, asked: int, numbers: int) -> int:
-    """Bytes of an evaluation in messages of its own: the model to each node, and so many numbers back from all."""
+    """Bytes of an evaluation in separate messages: the model to each node, and this many numbers back from all of them."""
     return asked * FLOAT * (len(model.w) + len(model.buffers)) + numbers * NUMBER

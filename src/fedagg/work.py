@@ -1,7 +1,7 @@
-"""The seam between what an algorithm is and where its clients run.
+"""The interface between algorithms and engines.
 
-An algorithm describes a round's local work as data, a `Work`; an engine carries it out for a list of `Job`s and hands back
-`Chunk`s of results. No engine knows an algorithm by name, and no algorithm knows how many clients train at once.
+An algorithm describes a round's local work as data, a `Work`; an engine carries it out for a list of `Job`s and returns `Chunk`s of
+results. No engine knows an algorithm by name, and no algorithm knows how many clients train at once.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 
 @dataclass
 class Client:
-    """What a client knows while it trains. Under a stack of n clients, what is each one's own has a leading axis, (n, d)."""
+    """What a client knows while it trains. For a stack of n clients, whatever differs between them has a leading axis, (n, d)."""
 
     start: Tensor  # w̄, the global weights, (d,)
-    memory: Tensor | None = None  # its remembered vector, (d,) or (n, d)
-    shift: Tensor | None = None  # mix · field of this epoch, (d,)
-    steps: Tensor | None = None  # mini-batches it goes through in the round, () or (n, 1)
-    loss: Tensor | None = None  # of the mini-batch, where its gradient was taken last, () or (n, 1)
+    memory: Tensor | None = None  # the vector it remembers, (d,) or (n, d)
+    shift: Tensor | None = None  # mix · field for this epoch, (d,)
+    steps: Tensor | None = None  # its mini-batches in the round, () or (n, 1)
+    loss: Tensor | None = None  # of the mini-batch at its latest gradient, () or (n, 1)
 
 
 @dataclass
 class Learner(Client):
-    """A client with its network as a function of flat weights, for a loss of one's own. It is always one client: engines that train
+    """A client with its network as a function of flat weights, for a method's own loss. It is always one client: engines that train
     many at once map over them."""
 
     module: nn.Module = field(kw_only=True)
     layout: Layout = field(kw_only=True)
-    w: Tensor = field(kw_only=True)  # its own weights, (d,), by which the loss is differentiated
+    w: Tensor = field(kw_only=True)  # its own weights, (d,); the loss is differentiated by them
     buffers: dict[str, Tensor] = field(kw_only=True)
     criterion: Loss = field(kw_only=True)  # the run's own loss of (output, y), (B,)
     looked: bool = field(default=False, init=False)
 
     def output(self, x: Tensor, at: Tensor | None = None) -> Tensor:
         """The network's output at the client's own weights, or at others, such as `start` or `memory`."""
-        # The first look at the own weights moves batch statistics, as training does; every other one leaves no trace.
+        # As in training, the first call at the client's own weights updates batch statistics. Later calls do not.
         moves = at is None and not self.looked
         self.looked |= moves
         buffers = self.buffers if moves else {name: value.clone() for name, value in self.buffers.items()}
@@ -64,7 +64,7 @@ class Learner(Client):
         return output
 
     def features(self, x: Tensor, layer: str, at: Tensor | None = None) -> Tensor:
-        """What the named layer is given, flat: (B, features)."""
+        """The input of the named layer, flattened: (B, features)."""
         seen: list[Tensor] = []
         hook = self.module.get_submodule(layer).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
         try:
@@ -74,7 +74,7 @@ class Learner(Client):
         return seen[0].flatten(1)
 
     def losses(self, loss: ClientLoss, x: Tensor, y: Tensor) -> Tensor:
-        """What the loss says of every sample, (B,)."""
+        """The loss of every sample, (B,), with its shape checked."""
         losses = loss(self, x, y)
         if losses.shape != (len(x),):
             words = f"must give one number a sample, and gave shape {tuple(losses.shape)} for {len(x)}"
@@ -97,8 +97,8 @@ class Work:
     This covers every method of the package: FedAvg is `rate` alone, FedProx adds `prox`, FedDyn `prox` and `memory`, SCAFFOLD
     `field` (its c) and `memory` (its c_i), FedCM and FedAgg `own` and `field`, and Theorem 1 is `rate` and `slope`.
 
-    What does not fit this sum is a function of one's own, a method of the algorithm, in place of a part of it: `loss` is what g is
-    the gradient of, `step` makes the whole step. Either makes of the client's memory what it likes: it is not subtracted then.
+    A method that does not fit this sum replaces a part of it by its own function: g is the gradient of `loss`, and `step` makes the
+    whole step. With either, the client's memory is not subtracted: the function uses it as it likes.
     """
 
     rate: Tensor  # (L,), or (n, L) with a row for each participant
@@ -128,13 +128,13 @@ class Work:
         return self.memory and not self.custom
 
     def of(self, positions: Sequence[int]) -> Work:
-        """The work as these participants see it: where each has a rate or a bound of its own, theirs."""
+        """The work for these participants: if each has its own rate or bound, only theirs."""
         at = list(positions)
         rate = self.rate if self.rate.dim() == 1 else self.rate[at]
         return replace(self, rate=rate, high=self.high[at] if isinstance(self.high, Tensor) else self.high)
 
     def rates(self, epoch: int, w: Tensor, start: Tensor) -> Tensor:
-        """η_{i,l} of clients that stand at `w` (n, d) and began the round at `start` (d,): (n,)."""
+        """η_{i,l} of clients that are at `w` (n, d) and began the round at `start` (d,): (n,)."""
         rate = self.rate[..., epoch].to(w).expand(len(w))
         if self.slope is not None and self.field is not None:
             direction = self.slope[epoch].to(w) @ self.field
@@ -163,12 +163,13 @@ class ClientOptions:
     augment: str = "none"  # what is done to images before a client trains on them
 
     def steps(self, size: int) -> int:
-        """Mini-batches an epoch of a client with `size` samples."""
+        """Mini-batches per epoch of a client with `size` samples."""
         return -(-size // self.batch_size)
 
     def gains(self, steps: Tensor) -> Tensor:
-        """How many times a step's direction a client with so many steps an epoch, (n,), goes with a step: the mean over each epoch,
-        (n, L). Once, but with momentum, (1 - m^k)/(1 - m) with the k-th step of the round. Of Adam's steps there is no telling."""
+        """The gain by momentum: how far a step goes, as a multiple of its direction, for clients with `steps` (n,) steps per epoch.
+        The mean over each epoch, (n, L). With momentum m it is (1 - m^k)/(1 - m) at step k of the round, else 1; for Adam, 1."""
+
         m, each = self.momentum if self.optimizer == "sgd" else 0.0, steps[:, None]
         before = each * torch.arange(self.epochs, device=steps.device)
         return (1 - m ** (before + 1) * (1 - m**each) / ((1 - m) * each)) / (1 - m)
@@ -182,45 +183,45 @@ class Job:
     samples: Tensor  # its indices into the training set, (D_i,)
     epochs: int  # fewer than L for a straggler
     seed: int  # of its batch order and its dropout
-    position: int = 0  # in the round's list of participants: where per-client bounds are looked up
+    position: int = 0  # index in the round's list of participants, for per-client bounds
 
     def order(self) -> Tensor:
         """Indices into the training set in the order they are used, (epochs, D_i)."""
         return self.samples[seeding.batches(self.seed, len(self.samples), self.epochs)]
 
     def drawn(self, kind: str) -> Tensor:
-        """What happens to each of them before it is used, (epochs, D_i)."""
+        """The augmentation of each sample, in the same order, (epochs, D_i)."""
         return augment.draw(self.seed, len(self.samples), self.epochs, kind)
 
 
 @dataclass(kw_only=True)
 class Report:
-    """The numbers that n clients tell of their own training; the first axis is the client. A number more is a line here, and one in
+    """The numbers that n clients report about their training; the first axis is the client. To add one, add a line here and one in
     each engine."""
 
     loss: Tensor  # mean over the steps made, (n,)
-    first: Tensor  # of the first mini-batch, taken on the global model itself, (n,)
-    behind: Tensor  # of the same mini-batch, a step back along the field where the work asks for it, (n,); else 0
-    norm: Tensor  # mean norm of the mini-batch gradients, (n,), where the work limits it; else 0
-    steps: Tensor  # mini-batches in all, (n,)
+    first: Tensor  # of the first mini-batch, at the global model, (n,)
+    behind: Tensor  # of the same mini-batch, a step back along the field, (n,), if the work asks for it; else 0
+    norm: Tensor  # mean norm of the mini-batch gradients, (n,), if the work limits it; else 0
+    steps: Tensor  # total number of mini-batches, (n,)
     rates: Tensor  # η_{i,l}, (n, L); 0 in epochs not made
 
 
 @dataclass(kw_only=True)
 class Chunk(Report):
-    """What n clients bring home. Tensors stay on the engine's device."""
+    """The results of n clients. Tensors stay on the engine's device."""
 
     jobs: Sequence[Job]
     start: Tensor  # w̄, (d,)
     delta: Tensor  # w_i - w̄, (n, d)
     buffers: Tensor  # (n, b)
-    memory: Tensor | None = None  # the remembered vectors the clients trained with, (n, d)
+    memory: Tensor | None = None  # the remembered vectors that the clients trained with, (n, d)
     gradients: Tensor | None = None  # mean mini-batch gradient of each epoch, (n, L, d)
     path: Tensor | None = None  # w_{i,l} - w̄, (n, L+1, d)
     classes: Tensor | None = None  # per-class mean representations, (n, classes, features)
     counts: Tensor | None = None  # samples per class, (n, classes)
-    local: ClientOptions | None = None  # how they took their steps; plain ones if nobody says
-    travel: Tensor = field(init=False)  # Σ over steps of the rate, times what momentum makes of it, (n,)
+    local: ClientOptions | None = None  # how they took their steps; plain SGD by default
+    travel: Tensor = field(init=False)  # Σ over steps of the rate, times the gain by momentum, (n,)
     received: list[int] = field(init=False)  # numbers of each update that reach the server: d, unless some are lost on the way
 
     def __post_init__(self) -> None:
