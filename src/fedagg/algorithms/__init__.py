@@ -1,4 +1,4 @@
-"""The methods, one short file each, holding only what differs from FedAvg."""
+"""The methods: one short file each, with only what differs from FedAvg."""
 
 from fedagg.algorithms import (  # noqa: F401 - importing them registers them
     delta_sgd,

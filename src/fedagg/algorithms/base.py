@@ -1,4 +1,4 @@
-"""What an algorithm is: a plan for the clients, and what the server makes of their answers."""
+"""The base class of algorithms: a plan for the clients, and the server's update from their answers."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from fedagg.work import Chunk, Client, Gradient, Learner, State, Work
 
 __all__ = ["REGISTRY", "Algorithm", "build", "option", "options", "register"]
 
-LR = 0.01  # the base rate where nobody says otherwise
+LR = 0.01  # default base rate
 
 
 @dataclass
 class Algorithm:
-    """FedAvg is the default of every method here; an algorithm overrides what differs.
+    """The base class of all methods. It is FedAvg; an algorithm overrides what differs.
 
-    Dataclass fields are the algorithm's options, best declared with `fedagg.option`. `lr`, the base rate, is every run's.
-    `state` is all that the server carries from round to round, tensors and numbers; it is saved with every checkpoint. A round puts
-    new tensors there and changes none in place: it may have to be taken back.
+    Dataclass fields are the algorithm's options, best declared with `fedagg.option`. `lr`, the base rate, belongs to every run.
+    `state` is everything that the server carries from round to round, tensors and numbers; it is saved with every checkpoint. A
+    round must replace tensors there, not change them in place, because it may have to be undone.
     """
 
     lr: float = LR
     state: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
     name: ClassVar[str] = ""
     remembers: ClassVar[bool] = False  # do clients keep a vector from round to round?
-    labels: ClassVar[bool] = False  # does it look at class labels? Then it is for classification alone
-    scheduled: ClassVar[bool] = True  # does it read `lr` in every round? The run's schedule changes it from round to round
+    labels: ClassVar[bool] = False  # does it use class labels? Then it is for classification only
+    scheduled: ClassVar[bool] = True  # does it read `lr` in every round? The run's schedule changes it
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
-        """Before the first round: make the state. Raises `SettingError` where the method does not apply."""
+        """Make the state, before the first round. Raises `SettingError` if the method does not apply."""
 
     def prepare(self, model: Model, clients: Callable[[int], Clients], rounds: int) -> None:
-        """Work before training, given the participants of any round (the paper's Algorithm 1 needs it)."""
+        """Work before training, with access to the participants of any round (the paper's Algorithm 1 needs it)."""
 
     def work(self, clients: Clients) -> Work:
         """The client's side of a round."""
@@ -60,33 +60,33 @@ class Algorithm:
 
     def step(self, client: Client, w: Tensor, gradient: Gradient, rate: Tensor, state: State) -> tuple[Tensor, State]:
         """A local step, for work that asks for it with `Work(step=self.step)`: the next weights, and what the client keeps until
-        the next step of the round (nothing before the first). `gradient(w)` is the mini-batch's gradient anywhere. It is written
-        for one client, (d,), and many, (n, d), alike: with norms over the last axis."""
+        the next step of the round (at first nothing). `gradient(w)` is the mini-batch's gradient at any w. The code must work for
+        one client, (d,), and for many, (n, d): take norms over the last axis."""
         raise AssertionError("only algorithms with steps of their own are asked")
 
     def weigh(self, chunk: Chunk) -> Tensor:
-        """How much each client counts in `Outcome.mean`, (n,): as many times as it has samples."""
+        """The weight of each client in `Outcome.mean`, (n,): by default its number of samples."""
         return torch.tensor([float(len(job.samples)) for job in chunk.jobs], dtype=torch.float64)
 
     def remember(self, chunk: Chunk, work: Work) -> Tensor:
-        """What clients keep for next time, (n, d). Runs on the client: it sees its work, not the server's state."""
+        """What clients keep for the next time, (n, d). Runs on the client, which sees its work but not the server's state."""
         raise AssertionError("only algorithms whose clients remember are asked")
 
     def reported(self, model: Model) -> Model:
-        """The model whose accuracy is shown; most methods show the one they train."""
+        """The model whose accuracy is reported; by default the trained one."""
         return model
 
     def figures(self) -> dict[str, float]:
-        """Numbers of this round for the record, beside those that every method has."""
+        """Numbers of this round for the record, besides those that every method has."""
         return {}
 
     def personalised(self, clients: Clients) -> Work | None:
-        """Work that fits the final model to a client, for methods that are judged after it (FedBABU)."""
+        """Work that fits the final model to a client, for methods that are judged after such a fit (FedBABU)."""
         return None
 
 
 class Methods(Registry[type[Algorithm]]):
-    """The algorithms by name. A class that is registered knows its name."""
+    """The algorithms by name. A registered class knows its name."""
 
     def add(self, name: str, thing: type[Algorithm]) -> None:
         if not (isinstance(thing, type) and issubclass(thing, Algorithm)):
@@ -101,8 +101,8 @@ register = REGISTRY.register
 
 
 def sound(name: str, method: type[Algorithm]) -> None:
-    """Refuse a method whose options cannot be told from settings of the run, or cannot be left out."""
-    from fedagg.settings import Settings  # not above: methods need torch alone, their registration more
+    """Refuse a method with another default for `lr`, or with an option that is named like a setting or has no default."""
+    from fedagg.settings import Settings  # imported here: methods need only torch, registering them needs more
 
     declared(method)
     for one in fields(method):
@@ -117,13 +117,13 @@ def sound(name: str, method: type[Algorithm]) -> None:
 
 
 def options(name: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Of these settings, the options of an algorithm; those left at None keep the method's own default."""
+    """The options of an algorithm among these settings; options that are None keep the method's default."""
     known = {"lr", *declared(REGISTRY.find(name))}
     return {k: v for k, v in settings.items() if k in known and v is not None}
 
 
 def build(method: str | Algorithm, settings: dict[str, Any]) -> Algorithm:
-    """An algorithm from its name, with those of the settings that are its options; or a fresh copy of one that was made."""
+    """An algorithm from its name, with its options taken from the settings; or a fresh copy of a given one."""
     if isinstance(method, Algorithm):
         known = {"lr", *declared(type(method))}
         return replace(method, **{k: v for k, v in settings.items() if k in known})

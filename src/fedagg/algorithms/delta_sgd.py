@@ -41,7 +41,7 @@ class DeltaSGD(Algorithm):
         if state:
             grown = (1 + self.growth * state["theta"]).sqrt() * state["eta"]
             moved, change = length(w - state["w"]), length(g - gradient(state["w"]))
-            known = (moved > 0) & (change > 0)  # else nothing is learnt of the smoothness
+            known = (moved > 0) & (change > 0)  # else nothing is learnt about the smoothness
             secant = self.gamma * moved / (2 * torch.where(known, change, 1.0))
             eta = torch.where(known, torch.minimum(secant, grown), grown)
             theta = eta / state["eta"]

@@ -28,17 +28,17 @@ from fedagg.clients import Clients, NoClients, Outcome
 from fedagg.flat import Layout, Model
 from fedagg.work import Work
 
-LEAST_OWN = 0.1  # λ never falls below: a client that ignored its own gradient would teach the server nothing
-STILL = 0.001  # of the base rate: clients that hardly move tell how things are at the start
-RATES = 14  # that are tried at most before the first round
+LEAST_OWN = 0.1  # lower bound of λ: a client that ignored its own gradient would teach the server nothing
+STILL = 0.001  # as a share of the base rate: clients that hardly move show the state at the start
+RATES = 14  # largest number of rates to try before the first round
 TAIL = 3.0  # later models weigh more in the average of the path: the η of Shamir and Zhang
-STEADY = 0.25  # no round is more than this share of the average, unless the loss falls for longer
-CLIP = 1.5  # a mini-batch gradient counts as no longer than so many times the usual norm at the start
-DECAY = 0.003  # of the way that gradients went: so far weights are drawn back to zero
-MEMORY = 0.7  # of the agreement and of how rounds changed the loss, for earlier rounds
-LONG = 0.85  # the same of a longer memory, of how rounds changed the loss
+STEADY = 0.25  # largest share of one round in the average, unless the loss falls over a longer time
+CLIP = 1.5  # largest norm of a mini-batch gradient, as a multiple of the usual norm at the start
+DECAY = 0.003  # weight decay, as a share of the distance that gradients covered
+MEMORY = 0.7  # weight of earlier rounds in the agreement and in the change of the loss
+LONG = 0.85  # the same for a longer memory of the change of the loss
 RATE_BAND = (0.1, 2.0)  # rates stay within these multiples of the pace
-KEPT = ("phi1", "known", "agreement", "back")  # what an undone round gives back
+KEPT = ("phi1", "known", "agreement", "back")  # what is restored when a round is undone
 
 
 @register("fedagg")
@@ -53,7 +53,7 @@ class FedAgg(Algorithm):
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
         self.departure = math.nan
         self.state |= {
-            "rate": 0.0,  # of a client's own gradient; 0 until it is measured
+            "rate": 0.0,  # for a client's own gradient; 0 until it is measured
             "phi1": torch.zeros_like(model.w),  # the aggregated gradient, one for all epochs
             "known": 0,  # rounds that gave a mean field
             "agreement": 1.0,
@@ -68,25 +68,25 @@ class FedAgg(Algorithm):
         self.keep(model, 0.0)
 
     def own_share(self) -> float:
-        """λ, the weight of the client's own gradient: the square root of the agreement, 1 while there is no field."""
+        """λ, the weight of the client's own gradient: the square root of the agreement, or 1 while there is no field."""
         if self.direction == "local" or not self.state["known"]:
             return 1.0
         return max(LEAST_OWN, math.sqrt(self.state["agreement"]))
 
     def search(self, clients: Clients) -> None:
-        """The own rate by trial: all participants train at one rate after another, and nothing else comes of it. Where clients do
-        not tell how their losses fell, the base rate stands, and gradients have no limit."""
+        """Find the own rate by trial: all participants train at one rate after another, and the results are discarded. If clients
+        do not report their losses, the base rate is used, and gradients are not limited."""
         self.state["rate"] = self.lr
         if self.pace == "base" or not clients.open:
             return
         answers = clients.rehearse(Work(rate=clients.constant(STILL * self.lr), clip=math.inf)).values()
         still = [told for told in answers if math.isfinite(told.loss) and math.isfinite(told.norm)]
-        if not any(told.first for told in still):  # nobody answers, or nobody says a word
+        if not any(told.first for told in still):  # no client answered, or none reported a loss
             return
         self.state["norm"] = median(told.norm for told in still)
         first = sum(told.loss for told in still) / len(still)
-        worst = first + abs(first)  # for a loss that is not finite, too: what is beyond counts as no worse
-        # The loss of a client that makes one step is taken before it. Where most do, the step of all of them is tried.
+        worst = first + abs(first)  # cap for losses, also those that are not finite
+        # A client that makes only one step reports its loss before that step. If most do, the mean step of all clients is tried.
         common = clients.rehearsed.velocity if clients.rehearsed and median(told.steps for told in still) <= 1 else None
         losses: dict[int, float] = {}
         power: int | None = 0
@@ -102,13 +102,13 @@ class FedAgg(Algorithm):
         self.state["rate"] = self.lr * 2 ** meanfield.best_power(losses, first)
 
     def limit(self) -> float:
-        """For the norm of a mini-batch gradient: what was usual at the start. Where gradients grow later, as those of convolutional
-        networks do, a rate that was right for short ones would be too high."""
+        """The limit for the norm of a mini-batch gradient, from what was usual at the start. If gradients grow later, as in
+        convolutional networks, a rate that was right for short ones would be too high."""
         return CLIP * float(self.state["norm"])
 
     def plan(self, clients: Clients) -> Work:
-        """Theorem 1 around the path that the average client is about to take: φ2[k] = w̄ - η_ref k S φ1. The deviation is measured
-        in units of |S φ1|, so that α has none."""
+        """Theorem 1 around the expected path of the average client: φ2[k] = w̄ - η_ref k S φ1. The deviation is measured in units
+        of |S φ1|, so that α has no unit."""
         own, phi1, steps, epochs = self.own_share(), self.state["phi1"], clients.reach, clients.epochs
         pace, norm2 = self.state["rate"] / own, float(phi1.double().square().sum())
         if not norm2:
@@ -149,8 +149,8 @@ class FedAgg(Algorithm):
         return nxt
 
     def learn(self, out: Outcome) -> None:
-        """The mean field and the agreement from what the clients did: their displacement over rate and steps is their mean step,
-        λ ḡ_i + (1-λ) φ1, so nothing but the update has to be sent."""
+        """Estimate the mean field and the agreement from the updates alone. A client's displacement divided by rate and steps is
+        its mean step, λ ḡ_i + (1-λ) φ1, so nothing else has to be sent."""
         own, phi1 = self.own_share(), self.state["phi1"] if out.sent is None else out.sent[0]
         fresh = -out.velocity
         gradient = (fresh - (1.0 - own) * phi1) / own
@@ -164,24 +164,25 @@ class FedAgg(Algorithm):
         self.state |= {"agreement": MEMORY * before + (1 - MEMORY) * now, "phi1": fresh, "known": self.state["known"] + 1}
 
     def look_back(self, out: Outcome) -> None:
-        """How did the last step change the loss, on the samples at hand?"""
+        """Record how the last step changed the loss, on the current samples."""
         change = float((out.first - out.behind).mean())
         for which, memory in (("", MEMORY), ("long ", LONG)):
             for name, value in (("trend", change), ("swing", abs(change))):
                 self.state[which + name] = memory * self.state[which + name] + (1 - memory) * value
 
     def decayed(self, model: Model, out: Outcome) -> Model:
-        """Weight decay without a unit: the pull to zero is a share of the way that the clients' gradients went, each taken alone.
-        Weights grow where steps of the same length point anywhere, and the longer they are, the less a step changes."""
-        norm = out.norm.nan_to_num(0.0).clamp(0.0, self.limit())  # as a client says
+        """Weight decay without a unit: weights are pulled to zero by a share of the distance that the clients' gradients covered,
+        each counted alone. Steps of constant length in changing directions make weights grow, and the larger these are, the less a
+        step changes."""
+        norm = out.norm.nan_to_num(0.0).clamp(0.0, self.limit())  # as reported by the client, so not trusted
         pull = DECAY * float((out.travel * norm).mean())
         length = float(torch.linalg.vector_norm(model.w))
         return Model(model.w * (1.0 - pull / max(length, pull)), model.buffers) if pull else model
 
     def average(self, model: Model) -> None:
-        """The average of the path, in which later models weigh more (Shamir, Zhang 2013, with η = 3). Where every round lowers the
-        loss, it is the last model; where rounds undo each other, as with few clients whose data differ, it is not. A few rounds
-        may lower the loss by chance, so a short memory is believed up to a point."""
+        """Update the average of the path, in which later models weigh more (Shamir, Zhang 2013, with η = 3). If every round lowers
+        the loss, this is the last model; if rounds undo each other, as with few clients whose data differ, it is not. A few rounds
+        may lower the loss by chance, so the short memory counts only up to a limit."""
         short, long = (
             (self.state[which + "trend"] / self.state[which + "swing"]) ** 4 if self.state[which + "swing"] else 1.0
             for which in ("", "long ")
@@ -193,13 +194,13 @@ class FedAgg(Algorithm):
         return Model(self.state["shown"], model.buffers)
 
     def keep(self, model: Model, usual: float) -> None:
-        """Remember a model that was not broken, the field it was reached with, and what was a usual length before clients trained
-        on it: in a round that breaks the model, absurd ones may be most."""
+        """Remember a model that was not broken, the field that led to it, and the usual length of a step before clients trained on
+        it: in a round that breaks the model, most lengths may be outliers."""
         self.state |= {"good/w": model.w, "good/buffers": model.buffers, "good/yardstick": usual}
         self.state |= {f"good/{name}": self.state[name] for name in KEPT}
 
     def undo(self, clients: Clients) -> Model:
-        """Back to the last good model, at half the rate. What rounding kept back is of the broken field, and goes with it."""
+        """Go back to the last good model, at half the rate. The rounding error belongs to the broken field, and is dropped too."""
         clients.forget()
         clients.yardstick.length = self.state["good/yardstick"]
         self.state |= {name: self.state[f"good/{name}"] for name in KEPT}

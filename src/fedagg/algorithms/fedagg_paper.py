@@ -19,7 +19,7 @@ from fedagg.flat import Layout, Model
 from fedagg.meanfield import MeanField, departure
 from fedagg.work import Work
 
-UNKNOWN = (float("inf"), float("inf"))  # how far two passes are apart before there are two
+UNKNOWN = (float("inf"), float("inf"))  # the distance between two passes before there are two
 
 
 @register("fedagg-paper")
@@ -29,7 +29,7 @@ class FedAggPaper(Algorithm):
     estimator: Literal["history", "probe", "pretrain"] = option("probe", "where the mean-field terms come from")
     direction: Literal["mixed", "local", "aggregated"] = option("local", "what a client steps along")
     tolerance: float = option(1e-3, "the tolerance of Algorithm 1", gt=0)
-    # Algorithm 1 run to its limit gives rates of zero: a few passes from a positive rate is what helps.
+    # Algorithm 1 run to its limit gives rates of zero. A few passes from a positive rate work better.
     passes: int = option(1, "most passes of Algorithm 1", ge=1, le=1000)
     cap: float = option(1.0, "rates stay under cap over the client's own smoothness", gt=0)
 
@@ -37,18 +37,18 @@ class FedAggPaper(Algorithm):
         self.epsilon, self.departure = UNKNOWN, float("nan")
 
     def prepare(self, model: Model, clients: Callable[[int], Clients], rounds: int) -> None:
-        """`pretrain`: Algorithm 1 for every round of a rehearsal, before training proper."""
+        """For `pretrain`: run Algorithm 1 for every round of a rehearsal, before the actual training."""
         if self.estimator != "pretrain" or len(self.state.get("rehearsed1", ())) >= rounds:
             return
         phi1: list[Tensor] = []
         phi2: list[Tensor] = []
-        betas: list[Tensor] = []  # rows of round, client, β: who takes part may be another when training comes to the round
+        betas: list[Tensor] = []  # rows of round, client, β: the participants of a round may differ when it is trained
         accounts: list[Tensor] = []
         for t in range(rounds):
             now, self.epsilon = replace(clients(t), model=model), UNKNOWN
             try:
                 out, field = self.estimate(now)
-            except NoClients:  # nobody to learn from: the terms of the round before, and at first none, which is a rate of zero
+            except NoClients:  # nobody to learn from: use the last round's terms, or at first zeros, which give a rate of zero
                 zero = model.w.new_zeros(now.epochs + 1, len(model.w))
                 field = MeanField(phi1[-1], phi2[-1]) if phi1 else MeanField(zero[1:], zero)
                 beta = torch.full((len(now.ids),), float(betas[-1][:, 2].max()) if betas else 1.0)
@@ -66,7 +66,7 @@ class FedAggPaper(Algorithm):
         self.state["rehearsed_beta"] = torch.cat(betas)
 
     def estimate(self, clients: Clients) -> tuple[Outcome, MeanField]:
-        """Algorithm 1 at this round's w̄: passes from the base rate until φ1 and φ2 stand still, or `passes` of them."""
+        """Algorithm 1 at this round's w̄: passes from the base rate until φ1 and φ2 no longer change, at most `passes`."""
         work = replace(super().work(clients), trace=True)
         out = clients.train(work)
         assert out.field is not None
@@ -81,7 +81,7 @@ class FedAggPaper(Algorithm):
         return out, field
 
     def smoothness(self, out: Outcome, clients: Clients) -> Tensor:
-        """β_i by participant; the round's largest for those that did not answer, or not for long enough to tell."""
+        """β_i by participant; the round's largest for those that did not answer, or whose training was too short to tell."""
         assert out.beta is not None
         known = {client: beta for client, beta in zip(out.clients, out.beta.tolist(), strict=True) if beta > 0}
         return by_participant(known, clients)
@@ -124,7 +124,7 @@ class FedAggPaper(Algorithm):
         return by_participant(known, clients)
 
     def charge(self, clients: Clients) -> None:
-        """What the rehearsal of this round cost is part of what the round cost."""
+        """Add the cost of this round's rehearsal to the cost of the round."""
         passes, samples, up, down, epsilon1, epsilon2 = self.state["rehearsed_account"][clients.t].tolist()
         self.epsilon = (epsilon1, epsilon2)
         clients.passes += int(passes)
@@ -133,7 +133,7 @@ class FedAggPaper(Algorithm):
         clients.bytes_down += int(down)
 
     def remembered(self, clients: Clients) -> Work:
-        """`history` (Remark 1): the last round's terms, re-centred on the new w̄. The first round runs at the base rate."""
+        """For `history` (Remark 1): the last round's terms, re-centred on the new w̄. The first round uses the base rate."""
         if "phi1" not in self.state:
             return replace(super().work(clients), trace=True)
         field = MeanField(self.state["phi1"], self.state["phi2"])
@@ -153,6 +153,6 @@ class FedAggPaper(Algorithm):
 
 
 def by_participant(known: dict[int, float], clients: Clients) -> Tensor:
-    """A value for everybody who takes part; the largest for those of whom there is none, and 1 where there is none at all."""
+    """A value for every participant: its own, else the largest known one, or 1 if none is known."""
     most = max(known.values(), default=1.0)
     return torch.tensor([known.get(client, most) for client in clients.ids])

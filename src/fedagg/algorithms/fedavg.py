@@ -8,4 +8,4 @@ from fedagg.algorithms.base import Algorithm, register
 @register("fedavg")
 @dataclass
 class FedAvg(Algorithm):
-    """What `Algorithm` does when nothing is overridden."""
+    """`Algorithm` as it is, with nothing overridden."""

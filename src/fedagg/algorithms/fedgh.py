@@ -35,7 +35,7 @@ class FedGH(Algorithm):
         if not self.where:
             fix = "needs a head it can name: wrap the layer, as in nn.Sequential(layer)"
             raise SettingError("algorithm", self.name, fix)
-        # A copy in evaluation mode: training the header draws no randomness and moves no statistics.
+        # A copy in evaluation mode: training the header draws no random numbers and changes no statistics.
         self.header = copy.deepcopy(module.get_submodule(self.where)).to(model.w.device).eval().requires_grad_(False)
         self.layout = layout
         self.loss_before = self.loss_after = float("nan")
@@ -69,7 +69,7 @@ class FedGH(Algorithm):
             ahead, then = look(trial)
             if then < now:
                 header, slopes, now = trial, ahead, then
-            else:  # representations may be of any size: a step that does not help is not taken, the next is shorter
+            else:  # representations may have any scale: reject a step that does not help, and make the next one shorter
                 rate /= 2
         self.loss_after = float(now)
         w = model.w + out.mean

@@ -25,6 +25,6 @@ class FedNova(Algorithm):
         return torch.where(travel > 0, super().weigh(chunk) / travel.clamp_min(1e-30), 0.0)
 
     def update(self, model: Model, out: Outcome, clients: Clients) -> Model:
-        # The mean is Σ (D_i/τ_i) Δ_i / Σ D_i/τ_i, and Σ p_i Δ_i/τ_i is wanted.
+        # The mean is Σ (D_i/τ_i) Δ_i / Σ D_i/τ_i, but Σ p_i Δ_i/τ_i is needed.
         effective = float((out.size * out.travel).sum() / out.size.sum())
         return model.moved(effective * float(out.weight.sum() / out.size.sum()) * out.mean, out.buffers)

@@ -16,7 +16,7 @@ from fedagg.work import Client, Gradient, State, Work
 
 
 def uphill(w: Tensor, g: Tensor, rho: float) -> Tensor:
-    """The point ρ further along the gradient; w itself where there is none."""
+    """The point at distance ρ along the gradient; w itself if the gradient is zero."""
     length: Tensor = torch.linalg.vector_norm(g, dim=-1, keepdim=True)
     return w + rho * g / length.clamp_min(1e-12)
 

@@ -23,7 +23,7 @@ class GHBM(Algorithm):
     ghb_tau: int | None = option(None, "τ, the rounds that the momentum covers; by default all clients over those of a round", ge=1)
 
     def past(self, model: Model) -> Tensor:
-        """The models of the last τ rounds, the oldest first. There is none before the first round."""
+        """The models of the last τ rounds, the oldest first; empty before the first round."""
         past: Tensor = self.state.get("past", model.w[None][:0])
         return past
 
