@@ -1,4 +1,4 @@
-"""Where clients run."""
+"""Engines: how and where clients train."""
 
 from __future__ import annotations
 

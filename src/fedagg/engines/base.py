@@ -1,4 +1,4 @@
-"""What every engine has in common: what it works on, its form, and the client's optimiser."""
+"""What all engines share: the objects they work on, their interface, and the client's optimiser."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Setting:
     device: torch.device
     loss: Loss = cross_entropy
     half: bool = False  # products in bfloat16; weights, gradients and sums stay in float32
-    graph: list[Node] | None = None  # the network's layers, where they have been traced and are written out
+    graph: list[Node] | None = None  # the network's layers, if all are written out and have been traced
     layout: Layout = field(init=False)
 
     def __post_init__(self) -> None:
@@ -36,18 +36,18 @@ class Setting:
         self.x, self.y = self.x.to(self.device), self.y.to(self.device)
 
     def rounding(self) -> torch.autocast:
-        """The arithmetic of a forward pass."""
+        """The context for the arithmetic of a forward pass."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.half)
 
 
 def set_precision(precision: str) -> None:
-    """tf32 or plain float32 for torch's own products, in the whole process; bf16 is the networks' business."""
+    """Use tf32 or plain float32 for torch's own products, in the whole process; bf16 is set per network."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "fp32"
 
 
 @contextmanager
 def switches_restored() -> Iterator[None]:
-    """Torch has the same number of threads and the same precision of products afterwards as before."""
+    """Restore torch's number of threads and precision of products afterwards."""
     threads, matmul, cudnn = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     try:
         yield
@@ -57,18 +57,18 @@ def switches_restored() -> Iterator[None]:
 
 
 class Engine(Protocol):
-    """Trains clients. `note` says in words what form was picked and why, for the record."""
+    """Trains clients. `note` says which form was chosen and why, for the record."""
 
     note: str
 
     def run(self, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> Iterator[Chunk]: ...
 
 
-TINY = 1e-12  # in place of a norm of nothing
+TINY = 1e-12  # replaces a norm of zero
 
 
 def within(limit: float | Tensor, norm: Tensor) -> Tensor:
-    """What a vector of this norm is multiplied by so that it is no longer than the limit."""
+    """The factor that brings a vector of this norm down to the limit."""
     return (limit / norm.clamp_min(TINY)).clamp(max=1.0)
 
 
@@ -77,14 +77,14 @@ class Stepper:
 
     def __init__(self, local: ClientOptions, like: Tensor, limit: float = 0.0) -> None:
         self.local = local
-        self.limit = torch.full((), limit, device=like.device) if limit else None  # of the work, for a gradient's norm
+        self.limit = torch.full((), limit, device=like.device) if limit else None  # the work's limit for a gradient's norm
         self.norm = torch.zeros(*like.shape[:-1], 1, device=like.device)  # Σ over steps of the gradients' norms
         self.m = torch.zeros_like(like) if local.momentum or local.optimizer == "adam" else None
         self.v = torch.zeros_like(like) if local.optimizer == "adam" else None
         self.count = torch.zeros(*like.shape[:-1], 1, device=like.device)
 
     def shorten(self, g: Tensor) -> Tensor:
-        """Measure the mini-batch gradient and bring it, in place, to the length that the work allows."""
+        """Measure the mini-batch gradient and shorten it in place to the length that the work allows."""
         if self.limit is not None:
             norm = torch.linalg.vector_norm(g, dim=-1, keepdim=True)
             self.norm += norm
@@ -92,13 +92,13 @@ class Stepper:
         return g
 
     def gradient(self, g: Tensor, w: Tensor) -> Tensor:
-        """Clipping and weight decay act on the client's own gradient, before the algorithm mixes anything in."""
+        """The client's own gradient with clipping and weight decay, before the algorithm mixes anything in."""
         if self.local.clip:
             g = g * within(self.local.clip, g.norm(dim=-1, keepdim=True))
         return g + self.local.weight_decay * w if self.local.weight_decay else g
 
     def direction(self, d: Tensor, active: Tensor | None = None) -> Tensor:
-        """`active` (n, 1) marks the clients that really make this step: the others' state must not move."""
+        """The step's direction. `active` (n, 1) marks the clients that make this step: the state of the others must not change."""
         if self.m is None:
             return d
         keep = torch.ones_like(self.count) if active is None else active
@@ -114,15 +114,15 @@ class Stepper:
 
 
 def class_sums(features: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """Sums of features (..., B, features) by class, (..., classes, features), and how many there were, (..., classes), in float64.
-    A label of -1 is of no class."""
+    """Sums of features (..., B, features) by class, (..., classes, features), and counts by class, (..., classes), in float64. A
+    label of -1 belongs to no class."""
     chosen = (labels[..., None] == torch.arange(classes, device=labels.device)).double()
-    return chosen.mT @ features.double(), chosen.sum(-2)  # a product, because on a GPU a scatter adds in any order
+    return chosen.mT @ features.double(), chosen.sum(-2)  # a product, because a scatter on a GPU adds in no fixed order
 
 
 @torch.no_grad()
 def class_means(space: Workspace, setting: Setting, head: str, samples: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-    """Per-class means of what the head of the model in `space` is given, (classes, features), and samples per class, (classes,)."""
+    """Per-class means of the input of the head of the model in `space`, (classes, features), and samples per class, (classes,)."""
     seen: list[Tensor] = []
     hook = space.module.get_submodule(head).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     space.module.eval()

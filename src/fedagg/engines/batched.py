@@ -1,9 +1,9 @@
 """All clients of a round at once: their weights are the rows of one matrix, and a step moves every row.
 
-The engine keeps the schedule (who makes which step on which samples), the update and the bookkeeping; a network form (`stacked`,
-`vmapped`) turns rows of weights into rows of gradients. Clients with fewer samples or epochs stand still while others go on: their
-rate is zero and their samples weigh nothing. On CUDA the step is captured once as a graph that reads its batch through a cursor on
-the device, and a round is nothing but replays.
+The engine handles the schedule (which client makes which step on which samples), the update and the bookkeeping; a network form
+(`stacked`, `vmapped`) turns rows of weights into rows of gradients. Clients with fewer samples or epochs pause while others
+continue: their rate is zero and their samples weigh nothing. On CUDA the step is captured once as a graph that reads its batch
+through a cursor on the device, and a round only replays it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from fedagg.errors import FedaggWarning, SettingError
 from fedagg.flat import Model, Workspace, copied
 from fedagg.work import Chunk, Client, Job, LocalStep, Memory, State, Work
 
-WITHIN = 1e-2  # relative: rounding is below, and what a function does differently is above
-NUDGE = 1e-6  # in a deep network it is not: what so small a change of the weights does is rounding as well
+WITHIN = 1e-2  # relative error: rounding stays below it, real differences exceed it
+NUDGE = 1e-6  # in deep networks rounding may exceed that, so the effect of so small a change of the weights counts as rounding too
 
 
 class Network(Protocol):
@@ -38,23 +38,23 @@ class Network(Protocol):
     w: Tensor
     g: Tensor
     buffers: Tensor
-    generator: torch.Generator | None  # of its dropout; without one it draws from torch's own
+    generator: torch.Generator | None  # for dropout; if None, torch's own is used
 
     def gradient(self, x: Tensor, y: Tensor, scale: Tensor) -> Tensor: ...
 
 
 @runtime_checkable
 class Descending(Network, Protocol):
-    """A network that can step along its gradient as it makes it."""
+    """A network that can step along its gradient while computing it."""
 
-    linear: Sequence[object]  # the layers that do; without any, there is nothing to gain
+    linear: Sequence[object]  # the layers that do; if empty, there is nothing to gain
 
     def descend(self, x: Tensor, y: Tensor, scale: Tensor, step: Tensor) -> Tensor: ...
 
 
 @runtime_checkable
 class Feeding(Network, Protocol):
-    """A network that can tell what a layer is given, for all copies at once."""
+    """A network that can return the input of a layer, for all copies at once."""
 
     def feeds(self, head: str) -> bool: ...
 
@@ -73,17 +73,17 @@ class Shape:
     mask: bool
     trace: bool
     clip: bool
-    loss: bool = False  # one of the method's own
+    loss: bool = False  # the method's own loss
     step: bool = False
 
 
 @dataclass
 class Stage:
-    """The standing tensors of one shape: a network, the schedule, and the terms of the update."""
+    """The persistent tensors of one shape: a network, the schedule, and the terms of the update."""
 
     shape: Shape
     network: Network
-    capacity: int  # steps the schedule has room for
+    capacity: int  # the schedule's capacity in steps
     setting: Setting
     graph: torch.cuda.CUDAGraph | None = None
 
@@ -108,18 +108,18 @@ class Stage:
         self.plain = self.stepper.m is None and not self.setting.local.clip and not self.setting.local.weight_decay
         terms = (self.shape.shift, self.shape.prox, self.shape.memory, self.shape.mask)
         self.plain = self.plain and not self.shape.step
-        self.bare = self.plain and not any(terms)  # gradient descent and no more: one pass over the weights
+        self.bare = self.plain and not any(terms)  # plain gradient descent: one pass over the weights
         self.fused_step: Callable[..., None] | None = None
         if self.plain and self.network.w.is_cuda and has_triton():
-            from fedagg.engines.fused import fused_step  # only where there is Triton
+            from fedagg.engines.fused import fused_step  # needs Triton
 
             self.fused_step = fused_step
-        # Terms that do not depend on where the client is may follow a step along the gradient.
+        # Terms that do not depend on the client's position may be applied after a step along the gradient.
         follows = self.plain and not (self.shape.prox or self.shape.mask or self.shape.trace or self.shape.clip)
         self.descending = self.network if follows and isinstance(self.network, Descending) and self.network.linear else None
 
     def begin(self, model: Model, work: Work, own: Tensor | None, schedule: Callable[[Callable[[Job], Tensor]], Tensor]) -> None:
-        """Every client at the model, before the first step of the work; `own` is what they remember, `schedule` is `by_step`."""
+        """Set every client to the model, before the first step; `own` is what they remember, `schedule` is `by_step`."""
         for state in (self.cursor, self.loss, self.mean, self.stepper.m, self.stepper.v, self.stepper.count, self.stepper.norm):
             if state is not None:
                 state.zero_()
@@ -146,7 +146,7 @@ class Stage:
 
     @torch.no_grad()
     def step(self, width: int | None = None) -> None:
-        """One mini-batch of every client, at the cursor; `width` is how many samples of it are more than padding."""
+        """Make one step of every client, at the cursor; `width` is the number of samples that are not padding."""
         flat = self.order.index_select(0, self.cursor)[0, :, :width].reshape(-1)
         scale = self.scale.index_select(0, self.cursor)[0, :, :width]
         x = torch.index_select(self.setting.x, 0, flat, out=self.x[: len(flat)])
@@ -174,7 +174,7 @@ class Stage:
         self.cursor += 1
 
     def walk(self, step: LocalStep, x: Tensor, y: Tensor, scale: Tensor) -> None:
-        """A step of the method's own. Clients that stand still, and what is masked, stay where they are."""
+        """Make the method's own step. Paused clients and masked weights do not move."""
         network, active, called = self.network, scale[:, :1] > 0, False
         before = network.w.clone()
 
@@ -184,9 +184,9 @@ class Stage:
             statistics = network.buffers.clone()
             loss = network.gradient(x, y, scale)
             self.client.loss = loss[:, None].clone()
-            if called:  # a second look at the batch moves no statistics
+            if called:  # a second gradient on the batch must not change statistics
                 network.buffers.copy_(statistics)
-            else:  # what clients report is the loss and the gradient they looked at first
+            else:  # clients report the first loss and gradient
                 called = True
                 self.loss.add_(loss)
                 if self.mean is not None:
@@ -228,7 +228,7 @@ class Stage:
         w.addcmul_(d, self.rate * active, value=-1.0)
 
     def capture(self) -> None:
-        """Record the step as a CUDA graph. The warm-up steps run on whatever lies there: everything is set anew afterwards."""
+        """Record the step as a CUDA graph. The warm-up steps may use any values: everything is set again afterwards."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -251,20 +251,20 @@ class Batched:
     chunk: int = 0
     note: str = "clients in one batch"
     capture: bool = False
-    # May clients of different sizes be padded to train together? None: unless there are batch statistics.
+    # May clients of different sizes be padded to train together? None: yes, unless there are batch statistics.
     padding: bool | None = None
-    strict: bool = False  # refuse work that does not train the same here, instead of doing it one client after the other
+    strict: bool = False  # refuse work that does not train the same here, instead of training one client after another
     stages: dict[Shape, Stage] = field(default_factory=dict)
-    trusted: dict[object, bool] = field(default_factory=dict)  # losses and steps of methods' own that have been tried
-    most: int = 0  # clients that fit into memory; measured when first asked for
+    trusted: dict[object, bool] = field(default_factory=dict)  # which of the methods' own losses and steps passed a trial
+    most: int = 0  # clients that fit into memory; measured on first use
 
     def __post_init__(self) -> None:
-        # Padded samples must not enter batch statistics: unless the network sees to it, only clients of equal size train together.
+        # Padded samples must not enter batch statistics: unless the network ensures this, clients in a group have equal size.
         normed = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.setting.module.modules())
         self.whole = normed if self.padding is None else not self.padding
 
     def groups(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
-        """Clients that train together, those with like numbers of steps side by side."""
+        """Groups of clients that train together, with similar numbers of steps."""
         size = self.chunk or min(len(jobs), self.room())
         ordered = sorted(jobs, key=lambda job: (len(job.samples), job.epochs), reverse=True)
         while ordered:
@@ -279,8 +279,8 @@ class Batched:
             ordered = [job for job in ordered if job.client not in taken]
 
     def room(self) -> int:
-        """How many clients fit into what they may take of memory: a handful of vectors each, and a batch of activations. Who trains
-        together decides the order of sums, so what happens to be free has no say: the same seed is to give the same bytes."""
+        """How many clients fit into their share of memory: some vectors each, and a batch of activations. Grouping decides the
+        order of sums, so the currently free memory is not considered: the same seed must give the same bytes."""
         if self.most == 0:
             s = self.setting
             each = 4 * (6 * s.layout.d + 4 * min(s.local.batch_size, len(s.x)) * activations(s))
@@ -313,14 +313,14 @@ class Batched:
             yield chunk
 
     def trusts(self, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> bool:
-        """Do a loss and a step of the method's own train the same here as one client after the other? Each is tried once."""
+        """Do the method's own loss and step train the same here as one client after another? Each is tried once."""
         key = tuple(code_of(part) for part in (work.loss, work.step))
         if key not in self.trusted:
             self.trusted[key] = self.tried(key, model, work, jobs, memory)
         return self.trusted[key]
 
     def tried(self, key: object, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> bool:
-        """Some steps of two clients on a few samples, the second with one less unless they must be alike, on both engines."""
+        """Try a few steps of two clients on both engines. The second has one sample less, unless sizes must be equal."""
         s = self.setting
         local = replace(s.local, batch_size=min(4, s.local.batch_size))
         small = replace(s, module=without_dropout(s.module), local=local, half=False, graph=None)
@@ -338,13 +338,13 @@ class Batched:
         together = replace(self, setting=small, chunk=2, capture=False, stages={}, trusted={key: True})
         try:
             apart = moved(together, model) - expected
-        except Exception:  # whatever a stranger's function makes of several clients at once
+        except Exception:  # a user's function may raise anything for several clients at once
             return False
         bounds = WITHIN * expected.norm(dim=1) + 10 * noise.norm(dim=1) + 1e-6
         return bool((apart.norm(dim=1) <= bounds).all())
 
     def stage(self, work: Work, n: int, batch: int, steps: int) -> Stage:
-        """The standing tensors for this shape, made (and captured) when first needed."""
+        """The persistent tensors for this shape, made (and captured) on first use."""
         shape = Shape(
             n, batch, work.mix is not None, work.prox != 0.0, work.subtracts, work.mask is not None, work.trace,
             work.clip != 0.0, work.loss is not None, work.step is not None,
@@ -368,13 +368,13 @@ class Batched:
         schedule = functools.partial(by_step, jobs, batch, per_epoch, epochs)
         stage = self.stage(work, n, batch, epochs * per_epoch)
         network = stage.network
-        # With batch statistics the short last batch is a shape of its own; all clients of the group share it.
+        # With batch statistics the short last batch needs a separate shape; all clients of the group share it.
         short = self.stage(work, n, tail, epochs) if self.whole and tail < batch else None
 
         own = memory.read([job.client for job in jobs]).to(device) if work.memory and memory is not None else None
         work = work.of([job.position for job in jobs])
         behind = torch.zeros(n, device=device)
-        if work.behind and work.field is not None:  # a step of no length says what the loss is there
+        if work.behind and work.field is not None:  # a step of length zero gives the loss there
             stage.begin(Model(model.w + work.behind * work.field[0], model.buffers), work, own, schedule)
             stage.rate.zero_()
             with seeded(network, jobs[0].seed, device):
@@ -408,7 +408,7 @@ class Batched:
                     stage.mean.zero_()
                     path[:, epoch + 1 :] = (network.w - model.w)[:, None]
 
-        if gradients is not None and min(job.epochs for job in jobs) < local.epochs:  # where a straggler stops, it stays
+        if gradients is not None and min(job.epochs for job in jobs) < local.epochs:  # a straggler stays where it stopped
             last = torch.minimum(torch.arange(local.epochs, device=device), made[:, None] - 1)
             gradients = gradients[torch.arange(n, device=device)[:, None], last]
         means, held = self.represent(work.represent, network, jobs) if work.represent else (None, None)
@@ -432,14 +432,14 @@ class Batched:
         )
 
     def step(self, stage: Stage, width: int) -> None:
-        """One step, replayed where it was captured; `width` is how many samples of it are more than padding."""
+        """Make one step, replayed if it was captured; `width` is the number of samples that are not padding."""
         if stage.graph is not None:
             stage.graph.replay()
         else:
             stage.step(width)
 
     def hand_over(self, stage: Stage, short: Stage, at: int) -> None:
-        """Make one step in another batch size: the short stage borrows everything that lives on, and gives it back."""
+        """Make one step with another batch size: the short stage borrows all lasting state and returns it."""
         short.cursor.zero_()
         short.order[0].copy_(stage.order[at, :, : short.shape.batch])
         short.scale[0].fill_(1.0 / short.shape.batch)
@@ -475,12 +475,12 @@ class Batched:
 
     @torch.no_grad()
     def represent(self, head: str, network: Network, jobs: list[Job]) -> tuple[Tensor, Tensor]:
-        """Per-class means of what the head is fed: one forward pass, of all clients or of each."""
+        """Per-class means of the head's input: one forward pass, for all clients at once or for each."""
         if isinstance(network, Feeding) and network.feeds(head):
             return self.represent_all(head, network, jobs)
         s, found = self.setting, []
         space = Workspace(s.module, s.layout, s.device)
-        # All indices at once: a GPU would be waited for at every client's.
+        # All indices at once: otherwise there would be a wait for the GPU for every client.
         every = torch.cat([job.samples for job in jobs]).to(s.device).split([len(job.samples) for job in jobs])
         for row, samples in enumerate(every):
             space.load(Model(network.w[row], network.buffers[row]))
@@ -503,7 +503,7 @@ class Batched:
 
 
 def without_dropout(module: nn.Module) -> nn.Module:
-    """A copy that draws nothing, so that two ways of training it can be compared."""
+    """A copy without random draws, so that two ways of training it can be compared."""
     module = copied(module)
     for part in module.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd):
@@ -514,12 +514,12 @@ def without_dropout(module: nn.Module) -> nn.Module:
 
 
 def code_of(function: object) -> object:
-    """What makes two functions the same: their code, whatever they are bound to."""
+    """What identifies a function: its code, whatever it is bound to."""
     return getattr(getattr(function, "__func__", function), "__code__", function)
 
 
 def seeded(network: Network, seed: int, device: torch.device) -> AbstractContextManager[None]:
-    """What the network draws from begins anew: its own generator, or torch's for a while."""
+    """Seed the network's random numbers: its own generator, or torch's for a while."""
     if network.generator is None:
         return seeding.seeded_global(seed, device)
     network.generator.manual_seed(seed)
@@ -528,7 +528,7 @@ def seeded(network: Network, seed: int, device: torch.device) -> AbstractContext
 
 @torch.no_grad()
 def activations(setting: Setting) -> int:
-    """Numbers that all layers put out for one sample."""
+    """The number of values that all layers output for one sample."""
     space = Workspace(setting.module, setting.layout, setting.device)
     space.module.eval()
     count = 0
@@ -539,7 +539,7 @@ def activations(setting: Setting) -> int:
 
     for module in space.module.modules():
         module.register_forward_hook(add)
-    x = setting.x[:2].clone()  # one alone is too few for some layers
+    x = setting.x[:2].clone()  # some layers do not accept a single sample
     space.module(x)
     return count // len(x)
 
@@ -553,7 +553,7 @@ def has_triton() -> bool:
 
 
 def allowance(device: torch.device) -> int:
-    """Bytes that clients may take on a device: half of all that it has, and on a CPU no more than 4 GiB."""
+    """Bytes that clients may take on a device: half of its memory, and at most 4 GiB on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory) // 2
     try:
@@ -563,7 +563,7 @@ def allowance(device: torch.device) -> int:
 
 
 def by_step(jobs: Sequence[Job], batch: int, per_epoch: int, epochs: int, what: Callable[[Job], Tensor]) -> Tensor:
-    """A number for every sample a job uses, (epochs, D_i) or (D_i,), as the steps take them: (steps, n, batch), 0 for padding."""
+    """The values of a job's samples, (epochs, D_i) or (D_i,), in the order of the steps: (steps, n, batch), 0 for padding."""
     numbers = [what(job) for job in jobs]
     wide = torch.zeros(len(jobs), epochs, per_epoch * batch, dtype=numbers[0].dtype)
     for row, job, values in zip(wide, jobs, numbers, strict=True):
@@ -572,7 +572,7 @@ def by_step(jobs: Sequence[Job], batch: int, per_epoch: int, epochs: int, what: 
 
 
 def shares(size: int, batch: int) -> Tensor:
-    """What each of a client's samples weighs in the mean loss of its batch, of which the last may be short."""
+    """The weight of each of a client's samples in the mean loss of its batch; the last batch may be short."""
     weights = torch.full((size,), 1.0 / batch)
     if size % batch:
         weights[size - size % batch :] = 1.0 / (size % batch)

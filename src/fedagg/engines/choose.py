@@ -1,7 +1,7 @@
-"""Which form of engine to use: asked for by name, or from a table of measurements.
+"""Choose the form of engine: by its name, or from a table of measurements.
 
-A table rather than a stop-watch at every start: the form decides the order of sums, and the same seed must give the same bytes
-whatever else the machine was doing. `fedagg bench` measures the forms on your machine.
+A table and not a measurement at every start: the form decides the order of sums, and the same seed must give the same bytes
+whatever else the machine is doing. `fedagg bench` measures the forms on your machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RECURRENT = "recurrent layers"
 
 
 class EngineOptions(Protocol):
-    """What the configuration says about engines."""
+    """The settings for engines."""
 
     @property
     def model(self) -> str: ...
@@ -48,7 +48,7 @@ class EngineOptions(Protocol):
 
 
 def build(name: str, setting: Setting, options: EngineOptions) -> Engine:
-    """The engine of that name, on a setting that is its own: what it is given stays as it is."""
+    """The engine of that name, on its own copy of the setting, so that the given one is not changed."""
     if (whole := on_disk(setting.x)) is not None:
         some = window(setting, whole)
         some = replace(some, x=ordered(some))
@@ -66,13 +66,13 @@ def on(setting: Setting, name: str, options: EngineOptions) -> Engine:
 
 
 def pick(setting: Setting, options: EngineOptions) -> Engine:
-    """`auto`: what was fastest where it was measured (see the page on engines)."""
+    """The engine for `auto`: the fastest one in the measurements (see the page on engines)."""
     cores, module = options.threads or torch.get_num_threads(), setting.module
     setting = with_graph(setting)
     trial = on_trial(setting, options)
     what = fills_a_core(module)
     if setting.device.type == "cpu" and what:
-        if written(setting, trial) and what != RECURRENT:  # torch's own cell is faster than one that is written out
+        if written(setting, trial) and what != RECURRENT:  # torch's own cell is faster than the written-out one
             return noted(Threaded(setting, cores, stacked.StackedNetwork), f"no autograd; {what} fill a core, not several")
         if cores > 1 and not (draws(module) if trial is None else trial.draws or trial.alone):
             return noted(Threaded(setting, cores), f"{what} fill a core, not several")
@@ -84,12 +84,12 @@ def pick(setting: Setting, options: EngineOptions) -> Engine:
 
 
 def on_trial(setting: Setting, options: EngineOptions) -> Trial | None:
-    """What is ours needs none."""
+    """A trial of the network and loss; None for the package's own, which need none."""
     return Trial(setting) if options.model not in PUBLISHED or setting.loss is not cross_entropy else None
 
 
 def batched(setting: Setting, options: EngineOptions) -> Engine:
-    """As asked for by name: whatever the device, and no other."""
+    """The engine for `batched`, on any device; an error if the model does not allow it."""
     setting = with_graph(setting)
     engine = together(setting, options, on_trial(setting, options))
     if engine is None:
@@ -100,15 +100,15 @@ def batched(setting: Setting, options: EngineOptions) -> Engine:
 
 
 def shared(engine: Batched, threads: int) -> Engine:
-    """A stack a thread on several threads of a CPU. Layers that are written out have generators of their own; other networks may
-    draw from torch's, which all threads share."""
+    """On several threads of a CPU, one stack per thread. Written-out layers have their own generators; other networks may draw from
+    torch's, which all threads share."""
     own = engine.network is not VmappedNetwork and engine.setting.device.type == "cpu"
     return Shared(engine, threads) if own and threads > 1 else engine
 
 
 def together(setting: Setting, options: EngineOptions, trial: Trial | None) -> Batched | None:
-    """All clients in one batch: written-out layers where there are all, vmap for everything else; captured on a GPU. A network that
-    is on trial must pass."""
+    """All clients in one batch: with written-out layers if all layers have them, else with vmap; captured on a GPU. None if a
+    network fails its trial."""
     cuda = setting.device.type == "cuda"
     words = ", captured as a graph" if cuda else ""
     if written(setting, trial):
@@ -128,13 +128,13 @@ def with_graph(setting: Setting) -> Setting:
 
 
 def written(setting: Setting, trial: Trial | None) -> bool:
-    """Is the network made of written-out layers, and of nothing else?"""
+    """Does the network consist only of written-out layers?"""
     tried = trial is None or (not trial.random and trial.passed(stacked.StackedNetwork, padded=True))
     return tried and setting.graph is not None
 
 
 def fills_a_core(module: nn.Module) -> str:
-    """The layers of a module, if it has such, of which one small batch is enough work for a core; "" if not."""
+    """The kind of layers in a module for which one small batch keeps a core busy; "" if there are none."""
     kinds = {RECURRENT: nn.RNNBase | LSTM, "convolutions": nn.Conv2d, "attention": CausalAttention}
     return next((name for name, kind in kinds.items() if any(isinstance(part, kind) for part in module.modules())), "")
 
@@ -144,8 +144,8 @@ def convolves(module: nn.Module) -> bool:
 
 
 def ordered(setting: Setting) -> Tensor:
-    """The images in the order of memory in which a CPU convolves and pools fastest, for every engine alike, so that they round
-    alike; as they are where the module does not take that order, as one that flattens with `view`."""
+    """The images in the memory order in which a CPU convolves and pools fastest. All engines use it, so that they round alike. They
+    stay as they are if the module does not accept that order, e.g. because it flattens with `view`."""
     if setting.device.type == "cpu" and setting.x.dim() == 4 and convolves(setting.module):
         try:
             with torch.no_grad():

@@ -1,6 +1,6 @@
 """Convolution of n clients' images with n clients' filters: square, zero padding, channels-last memory.
 
-Which form is fastest depends on device and shape by factors, so there are several.
+Which form is fastest depends strongly on device and shape, so there are several.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Convolution(Protocol):
 
 
 class Loop:
-    """One convolution a client: good where one client's share fills the machine, as on a CPU."""
+    """One convolution per client: good if one client's share keeps the machine busy, as on a CPU."""
 
     def __init__(self, n: int, padding: int, stride: int = 1, half: bool = False) -> None:
         self.n, self.padding, self.stride, self.dtype = n, padding, stride, torch.bfloat16 if half else torch.float32
@@ -54,7 +54,7 @@ class Loop:
 
 
 class Pointwise:
-    """1×1 filters: a product over every pixel's channels, as matrix libraries do best."""
+    """1×1 filters: a product over the channels of every pixel, which matrix libraries do best."""
 
     splits_for = 264  # blocks of 128×128 that keep a large GPU busy
 
@@ -62,7 +62,7 @@ class Pointwise:
         self.n, self.stride = n, stride
 
     def rows(self, x: Tensor) -> Tensor:
-        """(n·B, C, H, W) as (n, B·H·W, C), which in channels-last memory is only another look at it."""
+        """(n·B, C, H, W) as (n, B·H·W, C); in channels-last memory this is only a view."""
         return channels_last(x).permute(0, 2, 3, 1).reshape(self.n, -1, x.shape[1])
 
     def images(self, rows: Tensor, count: int, height: int, width: int) -> Tensor:
@@ -87,7 +87,7 @@ class Pointwise:
         rows = self.rows(dy)
         if db is not None:
             torch.sum(rows, 1, dtype=db.dtype, out=db)
-        # A sum over many pixels for few weights: in parts, for a library lets one block go through all of a client's pixels.
+        # A sum over many pixels for few weights. It is split, because a library uses a single block for all of a client's pixels.
         parts, images = self.n, len(x) // self.n
         blocks = -(-dw.shape[1] // 128) * -(-dw.shape[2] // 128)
         while images % 2 == 0 and 2 * parts * blocks <= self.splits_for:
@@ -103,7 +103,7 @@ def thin(x: Tensor, stride: int) -> Tensor:
 
 
 def spread(x: Tensor, stride: int, height: int, width: int) -> Tensor:
-    """Back from `thin`, with zeros between."""
+    """The inverse of `thin`, with zeros between."""
     if stride == 1:
         return x
     y = torch.empty(*x.shape[:2], height, width, device=x.device, dtype=x.dtype, memory_format=torch.channels_last).zero_()
@@ -116,9 +116,9 @@ def joined(pieces: list[Tensor]) -> Tensor:
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """x (N, C, H, W) in channels-last memory, and with strides that say so.
+    """x (N, C, H, W) in channels-last memory, with matching strides.
 
-    With one channel both orders are the same memory. Torch takes it for the other one, passes that on from layer to layer, and
+    With one channel both orders are the same memory. Torch takes it for channels-first, passes that on from layer to layer, and
     pooling takes ten times as long.
     """
     _, channels, height, width = x.shape

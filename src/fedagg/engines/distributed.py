@@ -1,7 +1,7 @@
 """One run on several processes, on one machine or many: `torchrun --nproc-per-node=2 -m fedagg run --engine distributed ...`.
 
-Every process holds the data and the global model, and trains its share of the round's clients with an engine of its own. Numbers
-per client and sums of vectors are all-reduced, so that every process takes the same step; the first one keeps the record.
+Every process holds the data and the global model, and trains its share of the round's clients with its own engine. Numbers per
+client and sums of vectors are all-reduced, so that every process takes the same step; the first one keeps the record.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedagg.work import Chunk, Job, Memory, Work
 
 
 class PeerGone(KeyboardInterrupt):
-    """Another process is gone: the run stops as after Ctrl-C, with everything that was done kept."""
+    """Another process has died: the run stops as after Ctrl-C, and all completed work is kept."""
 
 
 class Team:
@@ -38,7 +38,7 @@ class Team:
         self.device, self.rank, self.size = device, distributed.get_rank(), distributed.get_world_size()
 
     def part(self) -> None:
-        """Wait for one another at the end: a process that left early would look like one that died."""
+        """Wait for each other at the end: a process that left early would look like one that died."""
         self.sum(torch.zeros(1))
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to save
 
@@ -49,24 +49,24 @@ class Team:
         return self.reduce(tensor, distributed.ReduceOp.MAX)
 
     def reduce(self, tensor: Tensor, how: distributed.ReduceOp.RedOpType) -> Tensor:
-        """All-reduced, on the tensor's own device."""
+        """All-reduce a tensor; the result is on the tensor's own device."""
         there = tensor.to(self.device, copy=True)
         try:
             distributed.all_reduce(there, how)
         except RuntimeError as error:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun is about to send it: what was done is being saved
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun is about to send it, while completed work is being saved
             raise PeerGone("another process of the run is gone; start all of them again with --resume") from error
         return there.to(tensor.device)
 
 
 def end_cleanly(number: int, frame: FrameType | None) -> None:
-    """torchrun ends the others when one process dies: once is enough, what was done is being saved."""
+    """Stop at torchrun's first signal, which it sends when one process dies. Ignore later ones: completed work is being saved."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise PeerGone("asked to stop, most likely because another process of the run is gone; start again with --resume")
 
 
 class Distributed:
-    """This process's share of the clients, dealt by work: the longest to whoever has least to do."""
+    """Trains this process's share of the clients, dealt by work: the longest job goes to the process with the least to do."""
 
     def __init__(self, setting: Setting, inner: Callable[[Setting], Engine]) -> None:
         self.team = Team(setting.device)
@@ -79,7 +79,7 @@ class Distributed:
 
 
 def deal(jobs: Sequence[Job], hands: int) -> list[list[Job]]:
-    """The jobs of each process, with the work as even as can be; the same on every process."""
+    """The jobs of each process, with the work as even as possible; the result is the same on every process."""
     dealt: list[list[Job]] = [[] for _ in range(hands)]
     load = [0] * hands
     for job in sorted(jobs, key=lambda job: (-len(job.samples) * job.epochs, job.position)):

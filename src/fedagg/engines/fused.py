@@ -1,7 +1,7 @@
 """Convolution, pooling and the local step of n clients at once on a GPU, on the kernels of `fedagg.engines.kernels`.
 
-Libraries run n clients' convolutions as a grouped convolution or one after the other; neither fills a large GPU with the small
-images of federated learning. Here a client is one more axis of the grid, and the patches of an image are gathered on the fly
+Libraries run n clients' convolutions as a grouped convolution or one after another; neither keeps a large GPU busy with the small
+images of federated learning. Here the client is one more axis of the grid, and the patches of an image are gathered on the fly
 (implicit matrix product), so no patch is written to memory; at most, for the gradient of k×k filters, k shifted copies of an image.
 Sums are made in a fixed order: the same inputs give the same bits.
 """
@@ -19,11 +19,11 @@ from torch import Tensor
 from fedagg.engines import kernels
 from fedagg.engines.layers import BatchNorm, Concatenate, MaxPool, Place, ReLU, packed, users
 
-WIDEST = 11  # window: its pixels are numbered in a byte
+WIDEST = 11  # largest window: its pixels are numbered in a byte
 
 
 def precision() -> str:
-    """tf32 where torch allows it for its own products, plain float32 elsewhere."""
+    """tf32 if torch allows it for its own products, else plain float32."""
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
@@ -32,7 +32,7 @@ def block(size: int, most: int) -> int:
 
 
 def fuse(places: list[Place]) -> None:
-    """Normalisation, 2×2 max pooling and ReLU done together where they follow each other, and nobody else looks between."""
+    """Fuse normalisation, 2×2 max pooling and ReLU where they follow each other and nothing else reads the values between."""
     count = users(places)
     for place in list(places):
         source = place.sources[0]
@@ -60,20 +60,20 @@ def fuse(places: list[Place]) -> None:
 
 
 def merge(places: list[Place], place: Place, into: Place) -> None:
-    """The work of one place is done by the one that fed it."""
+    """Remove a place whose work is now done by the one that feeds it."""
     places.remove(place)
     for other in places:
         other.sources = [into if source is place else source for source in other.sources]
 
 
 def normalises(place: Place | None) -> bool:
-    """Is it one that can read and write some channels of more?"""
+    """Is this a normalisation that can read and write a part of a larger tensor's channels?"""
     return place is not None and isinstance(place.layer, FusedNorm) and place.layer.then < 2
 
 
 def grow(places: list[Place]) -> None:
-    """Where channels are put beside those that are there already, again and again, all can stand in one piece of memory from the
-    start, if nobody but normalisations looks at them."""
+    """Let successive concatenations, each of which adds channels to the one before, share one piece of memory. This is possible if
+    only normalisations read them."""
     readers = {place: [other for other in places if place in other.sources] for place in places}
     count = users(places)
     wholes: dict[Place, Whole] = {}
@@ -101,7 +101,7 @@ class FusedConvolution:
     """Convolution of n clients' images with n clients' filters."""
 
     splits_for = 264  # blocks that keep a large GPU busy
-    rows_from = 64  # pixels an image from which unrolling it costs more than scattered weights
+    rows_from = 64  # pixels per image above which unrolling it costs more than scattered weights
 
     def __init__(self, n: int, padding: int, stride: int = 1) -> None:
         self.n, self.padding, self.stride = n, padding, stride
@@ -146,7 +146,7 @@ class FusedConvolution:
         splits = max(1, min(triton.cdiv(m, 4 * tile["BM"]), triton.cdiv(self.splits_for, tiles * n)))
         span = triton.cdiv(triton.cdiv(m, splits), tile["BM"]) * tile["BM"]
         splits = triton.cdiv(m, span)
-        # One split goes straight to where the update reads.
+        # A single split is written directly to where the update reads it.
         out = dw if splits == 1 else dw.new_empty(splits * n, outputs * depth)
         grid = (triton.cdiv(depth, tile["BK"]), triton.cdiv(outputs, tile["BO"]), splits * n)
         if rows:
@@ -168,7 +168,7 @@ class FusedConvolution:
 
     def tile(self, outputs: int, depth: int, bytes: int) -> dict[str, Any]:
         """Blocks of the convolution, measured on an H200."""
-        exact = bytes == 4 and precision() == "ieee"  # without tensor cores: what they would do takes registers
+        exact = bytes == 4 and precision() == "ieee"  # without tensor cores, their work takes registers
         sizes = {"BM": 128, "BK": block(depth, 128 // bytes), "BO": block(outputs, 128 if exact else 256)}
         return {**sizes, "num_warps": 8 if outputs >= 128 else 4, "num_stages": 3}
 
@@ -196,8 +196,8 @@ def turned(w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def unrolled(x: Tensor, k: int, padding: int, width: int, stride: int = 1, sums: Tensor | None = None) -> Tensor:
-    """x (images, C, H, W) in channels-last memory as (images, C, k, stride, rows, width), see `kernels.unroll`. `sums` (n, C) gets
-    the sum over every client's images."""
+    """x (images, C, H, W) in channels-last memory as (images, C, k, stride, rows, width); see `kernels.unroll`. `sums` (n, C)
+    receives the sum over every client's images."""
     x = packed(x)
     images, channels, height, across = x.shape
     rows = -(-(height + 2 * padding) // stride)
@@ -224,14 +224,14 @@ class Whole:
 
 
 def blank(x: Tensor, channels: int) -> Tensor:
-    """Memory for the images of x with so many channels."""
+    """Memory for the images of x with this many channels."""
     images, _, *sides = x.shape
     return x.new_empty(images, *sides, channels).permute(0, 3, 1, 2)
 
 
 class Grow(Concatenate):
-    """One of several concatenations in one piece of memory: only what is new is written. On the way back the gradient of all their
-    channels stands in one piece, too, and every reader adds to its share."""
+    """One of several concatenations in one piece of memory: only new channels are written. In the backward pass the gradient of all
+    their channels is in one piece too, and every reader adds to its share."""
 
     keeps = True
 
@@ -250,7 +250,7 @@ class Grow(Concatenate):
 
 
 class DirectConcatenate(Concatenate):
-    """A concatenation of normalisations, which write their results into it directly."""
+    """A concatenation of normalisations that write their results directly into it."""
 
     def __init__(self, norms: list[FusedNorm]) -> None:
         self.channels = [norm.w.shape[1] for norm in norms]
@@ -259,7 +259,7 @@ class DirectConcatenate(Concatenate):
         self.memory: Tensor | None = None
 
     def room(self, x: Tensor) -> Tensor:
-        """Memory for all, made for the first that asks."""
+        """Memory for all of them, made on the first call."""
         if self.memory is None:
             self.memory = blank(x, sum(self.channels))
         return self.memory
@@ -270,7 +270,7 @@ class DirectConcatenate(Concatenate):
 
 
 class FusedPool:
-    """ReLU and 2×2 max pooling in one pass each way; the pool's window numbers are all that is kept."""
+    """ReLU and 2×2 max pooling in one pass each way; only the pool's window numbers are kept."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = packed(x)
@@ -290,7 +290,7 @@ class FusedPool:
 
 
 def pooled(x: Tensor, kept: Tensor | None, n: int) -> tuple[Tensor, Tensor]:
-    """relu(max of 2×2) of x, or of x as `kept` (see `kernels.settle`) normalises it, and which of the four it was."""
+    """relu(max of 2×2) of x, or of x normalised by `kept` (see `kernels.settle`), and which of the four was the largest."""
     images, channels, height, width = x.shape
     ho, wo = height // 2, width // 2
     y = torch.empty(images, channels, ho, wo, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
@@ -303,8 +303,8 @@ def pooled(x: Tensor, kept: Tensor | None, n: int) -> tuple[Tensor, Tensor]:
 
 
 def with_pitch(x: Tensor) -> tuple[Tensor, int]:
-    """x (images, C, H, W) in channels-last memory and its pitch, the distance from one pixel to the next: over C where x is a part
-    of the channels of a larger tensor."""
+    """x (images, C, H, W) in channels-last memory and its pitch, the distance between two pixels. It is more than C if x is a part
+    of a larger tensor's channels."""
     _, channels, height, width = x.shape
     apart = x.stride(0) // (height * width)
     if apart > channels and x.stride() == (height * width * apart, 1, width * apart, apart):
@@ -313,7 +313,7 @@ def with_pitch(x: Tensor) -> tuple[Tensor, int]:
 
 
 class WindowPool(MaxPool):
-    """Max pooling over windows that may overlap, with a gradient that is the same bits every time."""
+    """Max pooling over windows that may overlap, with a reproducible gradient."""
 
     adds = True
 
@@ -347,16 +347,16 @@ class WindowPool(MaxPool):
 
 
 class FusedNorm(BatchNorm):
-    """Batch normalisation of n clients with what follows it, a ReLU or a ReLU and 2×2 pooling: two passes over the images forward,
-    two back. What the ReLU and the pool need to go back is made again from the layer's input."""
+    """Batch normalisation of n clients, fused with a following ReLU, or ReLU and 2×2 pooling: two passes over the images forward,
+    two backward. What the backward pass needs of the ReLU and the pool is recomputed from the layer's input."""
 
     adds = True
 
     def __init__(self, norm: BatchNorm, then: int) -> None:
-        """`then` is what follows, too: 1 a ReLU, 2 a ReLU and pooling."""
+        """`then` is what follows in the same pass: 1 for a ReLU, 2 for a ReLU and pooling."""
         self.__dict__.update(vars(norm))
         self.then, self.spare = then, False
-        self.target: tuple[DirectConcatenate, int] | None = None  # whose memory the result goes to, and where in it
+        self.target: tuple[DirectConcatenate, int] | None = None  # the concatenation that receives the result, and where
 
     def forward(self, x: Tensor) -> Tensor:
         n, channels = self.w.shape
@@ -365,7 +365,7 @@ class FusedNorm(BatchNorm):
         self.area = x.shape[2] * x.shape[3]
         self.m = x.shape[0] // n * self.area
         blocks, spans, a, b = self.parts()
-        near = self.m * apart  # from one client's first pixel to the next one's
+        near = self.m * apart  # the distance between the first pixels of two clients
         tile: dict[str, Any] = self.tile()
         if self.training:
             kernels.moments[(blocks, spans, n)](x, self.live, a, b, self.m, self.span, self.area, channels, apart, n, **tile)
@@ -417,7 +417,7 @@ class FusedNorm(BatchNorm):
         return {"BM": 64, "BC": block(self.w.shape[1], 64)}
 
     def parts(self) -> tuple[int, int, Tensor, Tensor]:
-        """Blocks of channels, spans of pixels, and room for the sums over each span."""
+        """Blocks of channels, spans of pixels, and memory for the sums over each span."""
         n, channels = self.w.shape
         tile = self.tile()
         blocks = triton.cdiv(channels, tile["BC"])

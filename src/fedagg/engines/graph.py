@@ -1,6 +1,7 @@
-"""A network as the layers it is made of and what feeds what, read off its module by tracing it.
+"""Read a network's layers and their connections from its module, by tracing it.
 
-Only layers and joints that `stacked` has written out are let through, used as it uses them; every other network is left to vmap.
+Only layers and joints that `stacked` has written out are accepted, and only if used in the same way; other networks are left to
+vmap.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from fedagg.models.text import LSTM, CausalAttention, Last, Positions
 
 
 class Sum(nn.Module):
-    """Stands for an addition in the graph."""
+    """Represents an addition in the graph."""
 
 
 class Join(nn.Module):
-    """Stands for channels side by side."""
+    """Represents a concatenation of channels in the graph."""
 
 
 @dataclass(eq=False)
 class Node:
-    """One layer: what it is, the name of its weights, the layers that feed it (None is the network's input)."""
+    """One layer: its module, the name of its weights, and the layers that feed it (None is the network's input)."""
 
     module: nn.Module
     name: str
     sources: list[Node | None]
-    axes: int = 0  # of a sample of its output
-    rows: bool = False  # is the output in rows by client, as the first linear layer or flattening makes it?
+    axes: int = 0  # axes of one sample of its output
+    rows: bool = False  # is the output in rows by client, as after the first linear layer or flattening?
 
 
 FUNCTIONS: dict[Any, type[nn.Module]] = {
@@ -44,16 +45,16 @@ METHODS: dict[Any, type[nn.Module]] = {"relu": nn.ReLU, "add": Sum, "flatten": n
 
 
 def traced(module: nn.Module, axes: int) -> list[Node] | None:
-    """The layers in the order in which they run, for samples with so many axes; None if something is not written out."""
+    """The layers in the order in which they run, for samples with this many axes; None if something is not written out."""
     if not all(p.requires_grad for p in module.parameters()) or not ordinary(module):
         return None
-    module = copy.deepcopy(module).train()  # which may keep what it was shown
+    module = copy.deepcopy(module).train()  # a copy, because the module may keep its input
     try:
         graph = Watchful().trace(module)
-    except Exception:  # whatever a stranger's forward does with something that is no tensor
+    except Exception:  # a user's forward may raise anything for a traced value
         return None
     if not all(part.training for part in module.modules()):
-        return None  # a layer that its module holds in evaluation mode
+        return None  # its module keeps this layer in evaluation mode
     places: dict[fx.Node, Node | None] = {}
     nodes: list[Node] = []
     names: set[str] = set()
@@ -69,9 +70,9 @@ def traced(module: nn.Module, axes: int) -> list[Node] | None:
         if sources is None or layer is None or not found.users or str(found.target) in names:
             return None
         if getattr(layer, "inplace", False) and not lone(sources[0], module):
-            return None  # others would see what it makes of their input
+            return None  # it would change an input that other layers read
         if layer.state_dict():
-            names.add(str(found.target))  # used twice, its gradients would have to be added up
+            names.add(str(found.target))  # if it were used twice, its gradients would have to be added
         node = Node(layer, str(found.target), [places[source] for source in sources])
         if not fits(node, axes):
             return None
@@ -84,8 +85,8 @@ def traced(module: nn.Module, axes: int) -> list[Node] | None:
 
 
 def ordinary(module: nn.Module) -> bool:
-    """Do the layers of a module say all that a call of it does? Not where somebody has put something around them: a hook may do
-    nothing on the samples at hand, and something later."""
+    """Do the layers of a module describe its call completely? Not with hooks or overridden methods: a hook may do nothing for these
+    samples, and something later."""
     every = list(module.modules())
     return not (
         hooked(module)
@@ -96,13 +97,13 @@ def ordinary(module: nn.Module) -> bool:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Does something stand between the loss and the gradients? Transforms of functions do not meet hooks of parameters at all."""
+    """Are there hooks between the loss and the gradients? `torch.func` ignores hooks of parameters completely."""
     parts = any(part._backward_hooks or part._backward_pre_hooks for part in module.modules())
     return parts or any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in module.parameters())
 
 
 class Watchful(fx.Tracer):
-    """A graph says what runs, not under what: a part without gradients or in another arithmetic is none of ours."""
+    """A tracer that refuses parts without gradients or under autocast: the graph would not show these."""
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         odd = not torch.is_grad_enabled() or torch.is_inference_mode_enabled()
@@ -115,7 +116,7 @@ class Watchful(fx.Tracer):
 
 
 def lone(found: fx.Node, module: nn.Module) -> bool:
-    """Does one layer alone look at this value, or at what is only another look at the same memory?"""
+    """Does only one layer read this value, directly or through a view of the same memory?"""
     while len(found.users) == 1:
         if not isinstance(layer_of(found, module), nn.Identity | nn.Flatten | nn.Dropout):
             return True
@@ -124,7 +125,7 @@ def lone(found: fx.Node, module: nn.Module) -> bool:
 
 
 def inputs(found: fx.Node) -> list[fx.Node] | None:
-    """The nodes whose values this one works on, if that is all it works on."""
+    """The nodes whose values are this one's only inputs; else None."""
     if found.op == "call_function" and found.target is torch.cat:
         parts = found.args[0] if found.args else None
         dim = found.args[1] if len(found.args) > 1 else found.kwargs.get("dim", 0)
@@ -147,7 +148,7 @@ def layer_of(found: fx.Node, module: nn.Module) -> nn.Module | None:
 
 
 def fits(node: Node, axes: int) -> bool:
-    """Is the layer used as it is written out? Says what its output looks like."""
+    """Is the layer used in the written-out way? Also sets the form of its output."""
     kinds = [(source.axes, source.rows) if source is not None else (axes, False) for source in node.sources]
     layer, (node.axes, node.rows) = node.module, kinds[0]
     kind = type(layer)
@@ -177,7 +178,7 @@ def fits(node: Node, axes: int) -> bool:
 
 
 def plain(layer: nn.Module) -> bool:
-    """Of the layers of images, those whose options are written out."""
+    """Are all options of this image layer written out?"""
     kind = type(layer)
     if isinstance(layer, nn.Conv2d):
         square = [pair(v) for v in (layer.stride, layer.padding, layer.kernel_size) if not isinstance(v, str)]

@@ -31,7 +31,7 @@ def conv(
     PRECISION: tl.constexpr,
 ):
     """y[n, m, o] = Σ_k patch(x)[n, m, k] w[n, o, k] for one client n, a block of output pixels m and of channels o. Patches begin
-    every STRIDE pixels; with SPREAD they are those of an image whose pixels stand so far apart, with zeros between."""
+    every STRIDE pixels. With SPREAD, the image's pixels are that far apart, with zeros between."""
     n = tl.program_id(2).to(tl.int64)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     o = tl.program_id(1) * BO + tl.arange(0, BO)
@@ -42,14 +42,14 @@ def conv(
     acc = tl.zeros((BM, BO), dtype=tl.float32)
     for k0 in range(0, K * K * C, BK):
         k = k0 + tl.arange(0, BK)
-        if C % BK == 0:  # all of the block at one tap: whether it is inside is a matter of the pixel alone
+        if C % BK == 0:  # the whole block is at one tap: whether it is inside depends only on the pixel
             i, j = k0 // C // K, k0 // C % K
             r, s = row + i, col + j
             inside = (r >= 0) & (r < SPREAD * H) & (s >= 0) & (s < SPREAD * W) & (m < M)
             if SPREAD > 1:
                 inside = inside & (r % SPREAD == 0) & (s % SPREAD == 0)
             at = (image * H + r // SPREAD) * W + s // SPREAD
-            # Said aloud: a compiler that does not see it loads one number at a time, and takes two to five times as long.
+            # A hint: without it the compiler loads one number at a time, and takes two to five times as long.
             c = tl.multiple_of(k0 % C + tl.arange(0, BK), BK)
             a = tl.load(x_ptr + (at * C)[:, None] + c[None, :], mask=inside[:, None], other=0.0)
         else:
@@ -91,8 +91,8 @@ def weight_gradient(
 ):
     """out[split, n, o, k] = Σ_m patch(x)[n, k, m] dy[n, o, m] over the output pixels m of one split, k over (C, K, K).
 
-    Tensor cores want the summed axis innermost in both factors, in aligned runs. So dy is channels-first, and x comes as `unroll`
-    lays it out: then the patches' rows are plain runs of memory."""
+    Tensor cores need the summed axis innermost in both factors, in aligned runs. So dy is channels-first, and x is laid out by
+    `unroll`: then the rows of patches are contiguous."""
     n = (tl.program_id(2) % N).to(tl.int64)
     split = tl.program_id(2) // N
     k = tl.program_id(0) * BK + tl.arange(0, BK)
@@ -145,8 +145,8 @@ def weight_gradient_of_rows(
     BO: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """As `weight_gradient`, with x and dy as they are, channels last: with 16 bits, tensor cores take the summed axis in any
-    place. A block has channels of one tap; C is a multiple of BK."""
+    """As `weight_gradient`, with x and dy in channels-last order: with 16 bits, tensor cores accept the summed axis anywhere. A
+    block has channels of one tap; C is a multiple of BK."""
     n = (tl.program_id(2) % N).to(tl.int64)
     split = tl.program_id(2) // N
     tap = tl.program_id(0) // (C // BK)
@@ -186,8 +186,8 @@ def unroll(
     BC: tl.constexpr,
 ):
     """y[image, c, j, q, r, s] = x[image, r STRIDE + q - P, s STRIDE + j - P, c]: from channels-last to channels-first, padded, in K
-    copies shifted by one column each, of which every STRIDE-th is kept, and rows put together that are STRIDE apart. With K = 1 and
-    no padding it is a change of memory order, and can leave the sums of its blocks' pixels behind, sum[block, c]."""
+    copies shifted by one column each. Of these every STRIDE-th column is kept, and rows that are STRIDE apart are put together.
+    With K = 1 and no padding it only changes the memory order, and can store the sums over its blocks' pixels, sum[block, c]."""
     blocks = tl.cdiv(PLANE, BP)
     image = (tl.program_id(0) // blocks).to(tl.int64)
     p = tl.program_id(0) % blocks * BP + tl.arange(0, BP)
@@ -211,7 +211,7 @@ def unroll(
 
 @triton.jit
 def turn(w_ptr, y_ptr, z_ptr, STRIDE, O, C, TAPS: tl.constexpr, BO: tl.constexpr, BC: tl.constexpr):
-    """y[n, o, tap, c] = w[n, o, c, tap], as `conv` reads weights; and for the gradient of its input, z[n, c, last - tap, o]."""
+    """y[n, o, tap, c] = w[n, o, c, tap], as `conv` reads weights, and z[n, c, last - tap, o] for the gradient of its input."""
     n = tl.program_id(2).to(tl.int64)
     o = tl.program_id(0) * BO + tl.arange(0, BO)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -228,8 +228,8 @@ def turn(w_ptr, y_ptr, z_ptr, STRIDE, O, C, TAPS: tl.constexpr, BO: tl.constexpr
 
 @triton.jit
 def pool(x_ptr, y_ptr, where_ptr, p_ptr, q_ptr, TOTAL, H, W, HO, WO, C, IMAGES, NORM: tl.constexpr, BLOCK: tl.constexpr):
-    """y = relu(max of 2×2), channels last; `where` is the winner's number, 4 for none (nothing above zero). With NORM, of p x + q
-    with every client's and channel's own p and q; a client has so many IMAGES."""
+    """y = relu(max of 2×2), channels last; `where` is the winner's number, 4 for none (nothing above zero). With NORM, of p x + q,
+    with p and q for each client and channel; a client has IMAGES images."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = at < TOTAL
     c, pixel = at % C, at // C
@@ -257,7 +257,7 @@ def pool(x_ptr, y_ptr, where_ptr, p_ptr, q_ptr, TOTAL, H, W, HO, WO, C, IMAGES, 
 
 @triton.jit
 def unpool(dy_ptr, where_ptr, dx_ptr, TOTAL, H, W, HO, WO, C, BLOCK: tl.constexpr):
-    """The gradient of `pool`'s input: every input pixel asks whether it was its window's winner."""
+    """The gradient of `pool`'s input: every input pixel checks whether it was its window's winner."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = at < TOTAL
     c, p = at % C, at // C
@@ -271,7 +271,7 @@ def unpool(dy_ptr, where_ptr, dx_ptr, TOTAL, H, W, HO, WO, C, BLOCK: tl.constexp
 
 @triton.jit
 def pool_windows(x_ptr, y_ptr, where_ptr, TOTAL, H, W, HO, WO, C, P, K: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """y = max over windows of K×K pixels, one every STRIDE pixels, the first P outside; `where` is the winner's number in it."""
+    """y = max over windows of K×K pixels, one every STRIDE pixels, the first P outside; `where` is the winner's number there."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = at < TOTAL
     c, pixel = at % C, at // C
@@ -307,14 +307,14 @@ def unpool_windows(
     BM: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """The gradient of `pool_windows`' input: every input pixel asks all windows over it, in turn, whether it was the winner; with
-    ADD, beside what is in dx. (Windows that add what they have where it belongs would do so in any order.)"""
+    """The gradient of `pool_windows`' input: every input pixel checks in turn, for all windows over it, whether it was the winner.
+    With ADD, the result is added to dx. (If windows added to pixels instead, the order would not be fixed.)"""
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     live = (m < M)[:, None] & (c < C)[None, :]
     col, row, image = m % W + P, (m // W) % H + P, m // (W * H)
     dx = tl.zeros((BM, BC), dtype=tl.float32)
-    over: tl.constexpr = (K + STRIDE - 1) // STRIDE  # windows that a pixel can lie in, each way
+    over: tl.constexpr = (K + STRIDE - 1) // STRIDE  # windows that can contain a pixel, in each direction
     for number in tl.static_range(over * over):
         high, wide = row // STRIDE - number // over, col // STRIDE - number % over
         i, j = row - high * STRIDE, col - wide * STRIDE
@@ -331,9 +331,9 @@ def unpool_windows(
 
 @triton.jit
 def moments(x_ptr, live_ptr, a_ptr, b_ptr, M, SPAN, PIXELS, C, XC, N, BM: tl.constexpr, BC: tl.constexpr):
-    """Sums over one span of client n's pixels, a[span, n, c] of d = x - near and b[span, n, c] of d², padding left out. Some value
-    near the mean, here the first pixel's, keeps the digits that a difference of large sums would lose. Pixels of x are XC numbers
-    apart: they may have more channels, which others look at."""
+    """Sums over one span of client n's pixels, without padding: a[span, n, c] of d = x - near and b[span, n, c] of d². `near` is a
+    value near the mean, here the first pixel's: it keeps the digits that a difference of large sums would lose. Pixels of x are XC
+    numbers apart, because x may be a part of more channels."""
     n = tl.program_id(2).to(tl.int64)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     span = tl.program_id(1)
@@ -386,8 +386,8 @@ def settle(
     MOMENTUM,
     BC: tl.constexpr,
 ):
-    """From the sums of `moments` to what normalises client n: out[0] centre, [1] 1 / deviation, [2] p and [3] q of y = p x + q; and
-    its running statistics, whose rows begin every KEPT numbers."""
+    """Turn the sums of `moments` into what normalises client n: out[0] centre, [1] 1 / deviation, [2] p and [3] q of y = p x + q.
+    Also update its running statistics, whose rows begin every KEPT numbers."""
     n = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     inside = c < C
@@ -417,7 +417,7 @@ def settle(
 
 @triton.jit
 def incoming_gradient(dy_ptr, where_ptr, x, n, m, c, p, q, inside, M, H, W, C, DC, THEN: tl.constexpr):
-    """The gradient of a normalised pixel: what comes from above (THEN = 0), through a ReLU (1), through ReLU and pooling (2)."""
+    """The gradient of a normalised pixel: as received (THEN = 0), through a ReLU (1), or through ReLU and pooling (2)."""
     if THEN == 2:
         image, row, col = m // (H * W), m // W % H, m % W
         high, wide = H // 2, W // 2
@@ -479,7 +479,7 @@ def gradient_moments(
 
 @triton.jit
 def settle_gradient(a_ptr, b_ptr, kept_ptr, size_ptr, dw_ptr, db_ptr, ROW, out_ptr, SPANS, PIXELS, C, N, BC: tl.constexpr):
-    """From the sums of `gradient_moments` to the gradients of gain and bias, and to out[0] u and [1] v of dx = p dy + u x + v."""
+    """Turn the sums of `gradient_moments` into the gradients of gain and bias, and out[0] u and [1] v of dx = p dy + u x + v."""
     n = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     inside = c < C
@@ -499,7 +499,7 @@ def settle_gradient(a_ptr, b_ptr, kept_ptr, size_ptr, dw_ptr, db_ptr, ROW, out_p
 
 @triton.jit
 def affine(x_ptr, y_ptr, kept_ptr, M, C, XC, YC, N, RELU: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
-    """y = p x + q for every client and channel, and nothing below zero of it with RELU."""
+    """y = p x + q for every client and channel; with RELU, max(y, 0)."""
     n = tl.program_id(2).to(tl.int64)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -532,8 +532,7 @@ def gradient_affine(
     BM: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """dx = p dy + u x + v, the last two where there is more than padding; with ADD, beside what is in dx. Pixels are XC, DC and GC
-    numbers apart."""
+    """dx = p dy + u x + v, the last two terms except at padding; with ADD, added to dx. Pixels are XC, DC and GC numbers apart."""
     n = tl.program_id(2).to(tl.int64)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     c = tl.program_id(1) * BC + tl.arange(0, BC)

@@ -1,6 +1,6 @@
-"""The layers of `stacked`, with weights that have a leading client axis: forward and backward written out.
+"""The layers of `stacked`, whose weights have a leading client axis, with forward and backward passes written out.
 
-Activations are (n·B, C, H, W) in channels-last memory, or (n, B, features) from the first linear layer or flattening on.
+Activations are (n·B, C, H, W) in channels-last memory, or (n, B, features) after the first linear layer or flattening.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fedagg.engines.graph import pair
 from fedagg.engines.sequence import Shift
 
 aten = torch.ops.aten
-# With oneDNN and without MKL (Linux on Arm) a small product with a transposed operand takes thrice as long as turning it first.
+# With oneDNN and without MKL (Linux on Arm) transposing first makes a small product with a transposed operand three times as fast.
 TURN_FIRST = torch.backends.mkldnn.is_available() and not torch.backends.mkl.is_available()
 SMALL = 1 << 18  # weights of a layer
 
@@ -31,8 +31,8 @@ class Layer(Protocol):
 
     @property
     def backward(self) -> Callable[..., Tensor | list[Tensor]]:
-        """From `dy` and `need` to the gradient of the layer's input, or of each; where there is no need (the first layers), to
-        anything. Layers that say `adds` take another gradient of the same input, too, and may put the sum in its place."""
+        """From `dy` and `need` to the gradient of the layer's input, or of each input; anything if it is not needed (the first
+        layers). Layers with `adds` also take another gradient of the same input, and may replace it by the sum."""
 
 
 class Flatten:
@@ -52,12 +52,12 @@ class Flatten:
 class Linear:
     def __init__(self, w: Tensor, b: Tensor | None, dw: Tensor, db: Tensor | None, half: bool) -> None:
         self.w, self.b, self.dw, self.db, self.half = w, b, dw, db, half
-        self.step: Tensor | None = None  # (n, 1, 1): step along the gradient instead of writing it down
+        self.step: Tensor | None = None  # (n, 1, 1): step along the gradient instead of storing it
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dim() == 2:  # flat samples, which no layer has put in rows by client yet
+        if x.dim() == 2:  # flat samples, not yet in rows by client
             x = x.reshape(len(self.w), -1, x.shape[1])
-        if x.dim() == 4:  # positions of a text: as many samples
+        if x.dim() == 4:  # positions of a text count as samples
             return self.product(x.flatten(1, 2), few=False).reshape(*x.shape[:3], -1)
         return self.product(x)
 
@@ -88,7 +88,7 @@ class Linear:
             dx = torch.bmm(dy, self.w) if need else dy
             self.w.baddbmm_((dy * -self.step).transpose(1, 2), self.x)
             return dx
-        if dy.is_cpu and not self.dw.is_contiguous():  # the fast product of many small matrices writes only to adjacent ones
+        if dy.is_cpu and not self.dw.is_contiguous():  # the fast product of many small matrices needs contiguous output
             self.dw.copy_(torch.bmm(dy.transpose(1, 2), self.x))
         else:
             torch.bmm(dy.transpose(1, 2), self.x, out=self.dw)
@@ -115,8 +115,8 @@ class Conv:
 
 
 class ReLU:
-    keeps = True  # what it put out: it goes back by that
-    spare = False  # may the input's memory be used? nobody else needs it any more
+    keeps = True  # its output is needed in the backward pass
+    spare = False  # may the input's memory be reused? Nothing else needs it any more
 
     def forward(self, x: Tensor) -> Tensor:
         self.y = x.relu_() if self.spare else x.relu()
@@ -143,7 +143,7 @@ class MaxPool:
     def backward(self, dy: Tensor, need: bool) -> Tensor:
         if not need:
             return dy
-        # Only the indices are read: the gradient may go into the input's place, which is still warm.
+        # Only the indices are read: the gradient may overwrite the input, which is still in the cache.
         dx = self.x if self.spare else torch.empty_like(self.x)
         return aten.max_pool2d_with_indices_backward.grad_input(  # type: ignore[no-any-return]
             dy, self.x, *self.options, self.ceil, self.where, grad_input=dx
@@ -166,14 +166,14 @@ class AveragePool:
         images, channels, high, wide = dy.shape
         a, b = self.kernel
         if dy.is_cuda and self.kernel == self.stride and self.x.shape[2:] == (high * a, wide * b):
-            # Every pixel in one window: the gradient is a copy, which torch's own is many times as slow as.
+            # Every pixel is in one window, so the gradient is a copy. Torch's own kernel is many times slower.
             share = (dy / (a * b)).permute(0, 2, 3, 1)[:, :, None, :, None].expand(images, high, a, wide, b, channels)
             return share.reshape(images, high * a, wide * b, channels).permute(0, 3, 1, 2)
         return aten.avg_pool2d_backward(dy, self.x, self.kernel, self.stride, [0, 0], False, True, None)  # type: ignore[no-any-return]
 
 
 class Add:
-    """Two branches added up; what is broadcast is summed on the way back."""
+    """The sum of two branches; broadcast axes are summed in the backward pass."""
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         self.shapes = a.shape, b.shape
@@ -186,7 +186,7 @@ class Add:
 class Concatenate:
     """The channels of several branches side by side."""
 
-    slices: Sequence[bool] = ()  # which sources are content with their channels where they stand?
+    slices: Sequence[bool] = ()  # which sources accept their gradient as a slice?
 
     def forward(self, *parts: Tensor) -> Tensor:
         self.channels = [part.shape[1] for part in parts]
@@ -198,7 +198,7 @@ class Concatenate:
 
 
 def packed(x: Tensor) -> Tensor:
-    """x (N, C, H, W) in channels-last memory, copied where it is not."""
+    """x (N, C, H, W) in channels-last memory, copied if necessary."""
     return x.contiguous(memory_format=torch.channels_last)
 
 
@@ -215,9 +215,9 @@ class MeanPool:
 
 
 class BatchNorm:
-    """Normalisation by the statistics of a client's own batch. `live` (n, B) marks the samples that are more than padding, `size`
-    (n, 1) counts them: others enter no statistic and send no gradient back, and where a client has none its running statistics stay
-    as they are. One client without padding on a CPU is torch's own case, and the fastest."""
+    """Normalisation by the statistics of a client's own batch. `live` (n, B) marks the samples that are not padding, `size` (n, 1)
+    counts them. Padding enters no statistic and sends no gradient back; a client with only padding keeps its running statistics.
+    One client without padding on a CPU uses torch's own kernel, which is fastest."""
 
     training = True
 
@@ -242,7 +242,7 @@ class BatchNorm:
             )
             return y  # type: ignore[no-any-return]
         rows = x.view(n, -1, *x.shape[1:])  # (n, B, C, H, W)
-        live = self.live[..., None]  # sums go by sample first, so that leaving samples out costs no pass over the images
+        live = self.live[..., None]  # sum by sample first, so that leaving samples out needs no pass over the images
         area, size = x.shape[2] * x.shape[3], self.size
         self.count = (size * area).clamp_min(1.0)
         mean = (rows.sum((3, 4)) * live).sum(1) / self.count
@@ -284,7 +284,7 @@ class BatchNorm:
 
 
 class GroupNorm:
-    """Every sample by itself, so there is no padding to leave out."""
+    """Group normalisation. It treats each sample separately, so padding needs no care."""
 
     def __init__(self, module: nn.GroupNorm, w: Tensor, b: Tensor, dw: Tensor, db: Tensor) -> None:
         self.w, self.b, self.dw, self.db, self.groups, self.eps = w, b, dw, db, module.num_groups, module.eps
@@ -298,7 +298,7 @@ class GroupNorm:
         return torch.addcmul(b, self.normed, w).to(x.dtype)
 
     def ordered(self, x: Tensor) -> Tensor:
-        """In the order of memory that torch's kernel reads: on a GPU it refuses channels-last."""
+        """x in the memory order that torch's kernel reads: on a GPU it refuses channels-last."""
         return packed(x) if x.device.type == "cpu" else x.contiguous()
 
     def by_sample(self, part: Tensor) -> Tensor:
@@ -320,7 +320,7 @@ class GroupNorm:
 
 
 class Dropout:
-    """Every client and sample draws its own mask."""
+    """Dropout with a separate mask for every client and sample."""
 
     training = True
 
@@ -343,7 +343,7 @@ class Place:
 
     layer: Layer
     sources: list[Place | None]
-    need: bool  # is there something to train below?
+    need: bool  # is there anything to train before it?
 
     @property
     def trained(self) -> bool:
@@ -351,7 +351,7 @@ class Place:
 
     @property
     def back(self) -> bool:
-        """Does a gradient come this way?"""
+        """Does this layer need a gradient?"""
         return self.need or self.trained
 
 
@@ -360,14 +360,14 @@ def users(places: list[Place]) -> Counter[Place | None]:
 
 
 def spare(place: Place | None, count: Counter[Place | None]) -> bool:
-    """Is what this place put out free to be written over by the one layer that reads it?"""
+    """May the one layer that reads this place's output overwrite it?"""
     if place is None or count[place] > 1:
         return False
-    if isinstance(place.layer, Flatten):  # another look at the same memory
+    if isinstance(place.layer, Flatten):  # a view of the same memory
         return spare(place.sources[0], count)
     return not getattr(place.layer, "keeps", False)
 
 
 def fresh(layer: Layer, own: bool) -> bool:
-    """Is the gradient that a layer sends down in memory that nobody else looks at, if the one that it got is?"""
+    """Is the gradient that a layer sends back in memory that nothing else reads? `own` says so for the gradient it received."""
     return not isinstance(layer, Add) and (own or not isinstance(layer, Concatenate | Flatten | Shift))

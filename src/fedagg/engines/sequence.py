@@ -28,13 +28,13 @@ class Embed:
 
     def backward(self, dy: Tensor, need: bool) -> Tensor:
         n, size, width = self.w.shape
-        rows = (self.ids + size * self.first).view(-1)  # as one table; torch's gradient of it adds in a fixed order on a GPU, too
+        rows = (self.ids + size * self.first).view(-1)  # as one table: torch's gradient of it adds in a fixed order on a GPU too
         self.dw.copy_(aten.embedding_dense_backward(dy.reshape(-1, width), rows, n * size, -1, False).view_as(self.dw))
         return dy
 
 
 class Shift:
-    """Adds the weights of a token's position."""
+    """Adds the weights for a token's position."""
 
     def __init__(self, w: Tensor, dw: Tensor) -> None:
         self.w, self.dw = w, dw
@@ -83,7 +83,7 @@ class GELU:
 
 
 class Attention:
-    """As `CausalAttention`, of all clients' samples and heads at once: it has no weights."""
+    """`CausalAttention` for all clients' samples and heads at once: it has no weights."""
 
     def __init__(self, module: CausalAttention, half: bool) -> None:
         self.heads, self.half = module.heads, half
@@ -110,11 +110,11 @@ class Attention:
 
 
 class LastOne:
-    """What is known at the last position."""
+    """The state at the last position."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.shape = x.shape
-        return x[:, :, -1].clone()  # not another look at memory that a layer keeps
+        return x[:, :, -1].clone()  # a copy, not a view of memory that a layer keeps
 
     def backward(self, dy: Tensor, need: bool) -> Tensor:
         if not need:
@@ -125,10 +125,10 @@ class LastOne:
 
 
 class Recurrent:
-    """The layers of an `LSTM`. Between them, numbers are in the order of time, (T, n, B, ...), so that a step's lie together.
-    What does not wait for the step before (products with the inputs, gradients of weights) is one product for all of them."""
+    """The layers of an `LSTM`. Between them, values are ordered by time, (T, n, B, ...), so that those of a step are contiguous.
+    What does not depend on the step before (products with the inputs, gradients of weights) is one product for all steps."""
 
-    keeps = True  # what it put out is what it needs on the way back
+    keeps = True  # its output is needed in the backward pass
 
     def __init__(self, module: LSTM, w: list[list[Tensor]], dw: list[list[Tensor]], half: bool) -> None:
         self.w, self.dw, self.hidden, self.half = w, dw, module.hidden, half
@@ -164,7 +164,7 @@ class Recurrent:
         for layer in reversed(range(len(self.w))):
             (w, u, _, _), (dw, du, db, dc) = self.w[layer], self.dw[layer]
             x, gates, cells, states, tanhs = self.kept.pop()
-            flow, back = torch.zeros_like(cells[0]), torch.zeros_like(cells[0])  # gradients of cell and state, from the step after
+            flow, back = torch.zeros_like(cells[0]), torch.zeros_like(cells[0])  # gradients of cell and state, from the next step
             turned = u.bfloat16() if self.half else u
             room = torch.empty_like(gates[0])
             slots, both = room.chunk(4, -1), room[..., : 2 * self.hidden]
@@ -176,7 +176,7 @@ class Recurrent:
                 for part, other, into in zip((flow, flow, flow, back), (g, cells[at], i, tanh), slots, strict=True):
                     torch.mul(part, other, out=into)
                 flow *= f
-                # Through the gates' own functions; what was the gates is now their gradient.
+                # Through the gates' functions; this overwrites the gates with their gradient.
                 aten.sigmoid_backward.grad_input(both, gate[..., : 2 * self.hidden], grad_input=gate[..., : 2 * self.hidden])
                 aten.tanh_backward.grad_input(slots[2], g, grad_input=g)
                 aten.sigmoid_backward.grad_input(slots[3], o, grad_input=o)
@@ -197,6 +197,6 @@ def by_client(x: Tensor) -> Tensor:
 
 
 def by_time(x: Tensor, shape: torch.Size) -> Tensor:
-    """Back from `by_client`, in one piece."""
+    """The inverse of `by_client`, contiguous."""
     length, n, batch, _ = shape
     return x.view(n, length, batch, -1).transpose(0, 1).contiguous()

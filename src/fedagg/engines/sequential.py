@@ -41,7 +41,7 @@ class Sequential:
         drawn = job.drawn(local.augment).to(s.device) if local.augment != "none" else None
 
         if work.behind and work.field is not None:
-            with torch.random.fork_rng(devices=[s.device.index or 0] if s.device.type == "cuda" else []):  # the same dropout again
+            with torch.random.fork_rng(devices=[s.device.index or 0] if s.device.type == "cuda" else []):  # repeat the same dropout
                 space.w += work.behind * work.field[0]
                 batch = order[0, : local.batch_size]
                 x = s.x[batch] if drawn is None else augmented(s.x[batch], drawn[0, : local.batch_size])
@@ -82,7 +82,7 @@ class Sequential:
             if path is not None:
                 path[epoch + 1 :] = space.w - model.w
         if gradients is not None:
-            gradients[job.epochs :] = gradients[job.epochs - 1]  # where a straggler stops, it stays
+            gradients[job.epochs :] = gradients[job.epochs - 1]  # a straggler stays where it stopped
 
         means = counts = None
         if work.represent:
@@ -108,7 +108,7 @@ class Sequential:
 
 
 class MiniBatch:
-    """One mini-batch of one client: called with weights (d,), it gives the gradient there."""
+    """One mini-batch of one client: called with weights (d,), it returns the gradient there."""
 
     def __init__(
         self, setting: Setting, space: Workspace, stepper: Stepper, work: Work, client: Client, x: Tensor, y: Tensor
@@ -122,15 +122,15 @@ class MiniBatch:
         if w is not space.w:
             space.w.copy_(w)
         loss = self.client.loss = self.backward()
-        if statistics is not None:  # a second look at the batch moves no statistics
+        if statistics is not None:  # a second gradient on the batch must not change statistics
             space.layout.restore(statistics, dict(space.module.named_buffers()))
-        if not again:  # what the client reports is the loss and the gradient it looked at first
+        if not again:  # the client reports the first loss and gradient
             self.called, self.loss, self.first = True, loss, space.g.clone() if self.work.trace else space.g
         return self.stepper.gradient(self.stepper.shorten(space.g), space.w)
 
     @torch.enable_grad()
     def backward(self) -> Tensor:
-        """Fill the gradient of the mean loss at the workspace's weights."""
+        """Compute the gradient of the mean loss at the workspace's weights."""
         s, space = self.setting, self.space
         if self.work.loss is None:
             space.g.zero_()
@@ -147,7 +147,7 @@ class MiniBatch:
         return loss.detach()
 
     def walk(self, rate: Tensor, state: State) -> tuple[Tensor, State]:
-        """A step of the method's own; what is masked stays where it is."""
+        """Make the method's own step; masked weights do not move."""
         assert self.work.step is not None
         before = self.space.w.clone()
         w, state = self.work.step(self.client, before, lambda at: self(at).clone(), rate, state)

@@ -1,9 +1,9 @@
 """Many copies of one network as one: layers whose weights have a leading client axis.
 
-For networks that are made of the layers below, in a chain or with branches that are added up or put side by side, forward and
-backward are written out, on stacks of clients: products become batched products, everything between them is done for all clients in
-one operation, and gradients land where the update reads them, with no autograd, no module calls and no copies. Activations are
-(n·B, C, H, W) in channels-last memory.
+For networks made of the layers below, in a chain or with branches that are added or concatenated, forward and backward passes are
+written out for stacks of clients. Products become batched products, everything between them is one operation for all clients, and
+gradients are written where the update reads them, with no autograd, no module calls and no copies. Activations are (n·B, C, H, W)
+in channels-last memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def supported(setting: Setting) -> bool:
 
 
 def graph_of(setting: Setting) -> list[Node] | None:
-    """The network's layers, traced unless the setting holds them already; None if some are not written out."""
+    """The network's layers, traced unless the setting already has them; None if some are not written out."""
     return setting.graph or traced(setting.module, setting.x.dim() - 1)
 
 
@@ -60,16 +60,16 @@ def make_convolution(form: str, n: int, kernel: int, padding: int, stride: int, 
 
 
 class StackedNetwork:
-    """n copies of a network: weights `w` (n, d), gradients `g` (n, d). `gradient` makes the second from the first."""
+    """n copies of a network: weights `w` (n, d), gradients `g` (n, d). `gradient` computes `g` from `w`."""
 
     def __init__(self, setting: Setting, n: int, conv: str = "loop") -> None:
         self.setting, self.n = setting, n
-        # Between the layers; our kernels gain as much from moving half the bytes as from the faster products.
+        # Between layers: our kernels gain as much from moving half the bytes as from faster products.
         self.dtype = torch.bfloat16 if setting.half and conv == "fused" else torch.float32
         layout, device = setting.layout, setting.device
-        # Its own where several threads may draw at once; a captured graph needs torch's.
+        # Its own generator if several threads may draw at once; a captured graph needs torch's.
         self.generator: torch.Generator | None = torch.Generator() if device.type == "cpu" else None
-        # On a GPU rows begin on multiples of 16 bytes: products of matrices that do not are up to twice as slow.
+        # On a GPU rows begin at multiples of 16 bytes: otherwise products of matrices are up to twice as slow.
         row = -(-layout.d // 4) * 4 if device.type == "cuda" else layout.d
         self.w, self.g = (torch.zeros(n, row, device=device)[:, : layout.d] for _ in range(2))
         self.buffers = torch.zeros(n, layout.b, device=device)
@@ -91,7 +91,7 @@ class StackedNetwork:
         self.pair_up(fused=conv == "fused")
         layers = [place.layer for place in self.places]
         self.norms = [layer for layer in layers if isinstance(layer, BatchNorm)]
-        # Alone on a CPU, a linear layer can step where its gradient is made: bound by memory as it is, two passes less.
+        # A single client's linear layer on a CPU is limited by memory. Stepping while its gradient is computed saves two passes.
         alone = n == 1 and device.type == "cpu" and not setting.half
         self.linear = [layer for layer in layers if isinstance(layer, Linear)] if alone else []
         stepped = {layer.w.data_ptr() for layer in self.linear}
@@ -145,8 +145,8 @@ class StackedNetwork:
         return None
 
     def pair_up(self, fused: bool) -> None:
-        """ReLU and max pooling may change places, to the same result: pooling first leaves a quarter to rectify. Where there is a
-        kernel that does several layers at once, use it."""
+        """Swap ReLU and max pooling, which gives the same result: after pooling only a quarter is left to rectify. If there are
+        kernels for several layers at once, use them."""
         count = users(self.places)
         for then in reversed(self.places):
             here = then.sources[0]
@@ -163,7 +163,7 @@ class StackedNetwork:
 
     @torch.no_grad()
     def gradient(self, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-        """x (n·B, ...), y (n·B,), scale (n, B): the weight of each sample. Returns the weighted loss, (n,)."""
+        """Compute `g` for x (n·B, ...), y (n·B,) and the weight of each sample, scale (n, B). Returns the weighted loss, (n,)."""
         x = self.taken(x)
         if self.norms:
             live = (scale > 0).to(scale.dtype)
@@ -172,7 +172,7 @@ class StackedNetwork:
                 norm.live, norm.size = live, size
         last = self.places[-1]
         loss, dy = self.loss(self.outputs(x)[last], y, scale)
-        came, own = {last: dy}, {last}  # gradients on their way, and those among them that nobody else looks at
+        came, own = {last: dy}, {last}  # pending gradients, and those of them that nothing else reads
         for place in reversed(self.places):
             if not place.back:
                 continue
@@ -187,16 +187,16 @@ class StackedNetwork:
         return loss
 
     def taken(self, x: Tensor) -> Tensor:
-        """Samples in the form that the layers take them in."""
+        """Samples in the type and memory order that the layers need."""
         return x.to(self.dtype, memory_format=torch.channels_last) if x.dim() == 4 else x
 
     def feeds(self, head: str) -> bool:
-        """Is it known what that layer is given? Others may be done together with the one before them."""
+        """Is the input of that layer available? Other layers may be fused with the one before them."""
         return head in self.named and isinstance(self.named[head].layer, Linear)
 
     @torch.no_grad()
     def fed(self, head: str, x: Tensor) -> Tensor:
-        """What that layer is given for x (n·B, ...), (n, B, features), with every client in evaluation mode."""
+        """The input of that layer for x (n·B, ...), (n, B, features), with every client in evaluation mode."""
         changing = [place.layer for place in self.places if isinstance(place.layer, BatchNorm | Dropout)]
         for layer in changing:
             layer.training = False
@@ -213,7 +213,7 @@ class StackedNetwork:
 
     @torch.no_grad()
     def descend(self, x: Tensor, y: Tensor, scale: Tensor, step: Tensor) -> Tensor:
-        """As `gradient`, and a step (n, 1) along it, with fewer passes over the weights; `g` is not filled."""
+        """As `gradient`, with a step (n, 1) along it, in fewer passes over the weights; `g` is not filled."""
         for layer in self.linear:
             layer.step = step[..., None]
         loss = self.gradient(x, y, scale)
@@ -224,7 +224,7 @@ class StackedNetwork:
         return loss
 
     def loss(self, output: Tensor, y: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of every client, and its gradient in the outputs; by hand for cross-entropy."""
+        """The loss of every client, and its gradient with respect to the outputs; written out for cross-entropy."""
         if self.setting.loss is cross_entropy and output.dim() == 3:
             logp = output.transpose(1, 2).log_softmax(1)
             target = y.view(len(scale), 1, -1)

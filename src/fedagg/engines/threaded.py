@@ -1,10 +1,10 @@
-"""Several clients at a time, a thread and a core each: one by one, or a stack of them a thread.
+"""Several clients at a time on a CPU, with one core per thread: each thread trains one client, or a stack of them.
 
-Convolutions of one small batch do not keep several cores busy, but one client a core does. Products of small stacked layers do when
-torch cuts each of them up among its threads, but these then meet at a barrier after every product, thousands of times a round. On
-cores that another process wants too, every barrier waits for a thread that is not running, and waits busily: two runs side by side
-took up to 28 times as long as one alone. A stack a thread meets once a round. Python's lock does not matter where the threads spend
-their time in kernels; where these are short it does, and one thread is as good as two.
+Convolutions of one small batch do not keep several cores busy, but one client per core does. For products of small stacked layers,
+torch can split each product among its threads, but these then meet at a barrier after every product, thousands of times a round. If
+another process wants the cores too, every barrier waits, busily, for a thread that is not running: two runs side by side took up to
+28 times as long as one alone. With one stack per thread, threads meet once a round. Python's lock does not matter while threads are
+in kernels; if these are short it does, and one thread is as good as two.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from fedagg.engines.sequential import Sequential
 from fedagg.flat import Model
 from fedagg.work import Chunk, Job, Memory, Work
 
-GRAIN = 8 << 20  # weights times samples of a step that are worth a thread of their own: a linear model's 20 clients are not
+GRAIN = 8 << 20  # weights times samples of a step that justify another thread: a linear model's 20 clients do not
 
 
 class Threaded:
-    """`network` is a form of the network that trains without autograd, one copy a thread; without it, the plain engine does."""
+    """`network` is a form of the network that trains without autograd, one copy per thread; without it, autograd is used."""
 
     def __init__(self, setting: Setting, threads: int, network: Callable[[Setting, int], Network] | None = None) -> None:
         self.own, self.setting = threading.local(), setting
-        # A pool keeps the arguments of its initializer: with the engine among them, neither would ever be freed.
+        # A pool keeps the arguments of its initializer: if the engine were one of them, neither would ever be freed.
         self.pool = ThreadPoolExecutor(threads, initializer=prepare, initargs=(self.own, setting, network))
         self.note = f"{threads} clients at a time, a thread and a core each"
 
     def run(self, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> Iterator[Chunk]:
-        if work.loss is not None:  # it may draw random numbers, and torch's generator is shared by all threads
+        if work.loss is not None:  # it may draw random numbers, and all threads share torch's generator
             yield from Sequential(self.setting).run(model, work, jobs, memory)
             return
         remembered = memory.read([job.client for job in jobs]) if memory is not None and work.memory else [None] * len(jobs)
@@ -45,14 +45,14 @@ class Threaded:
             chunk: Chunk = self.own.train(model, work, jobs[index], remembered[index])
             return chunk
 
-        # The longest first, so that no core waits long for another's last client; handed back in the order asked for.
+        # The longest first, so that no core waits long for another's last client; returned in the order of the jobs.
         order = sorted(range(len(jobs)), key=lambda i: -len(jobs[i].samples) * jobs[i].epochs)
         yield from in_turn(self.pool, client, order)
 
 
 class Shared:
-    """Cuts the batches of an engine into a stack a thread, of like work: sorted by size, clients are dealt in turns. What cannot be
-    cut up, as a loss of the method's own, is left to the engine."""
+    """Splits the batches of an engine into one stack per thread, with similar work: clients are sorted by size and dealt in turns.
+    What cannot be split, such as a method's own loss, is left to the engine."""
 
     def __init__(self, whole: Batched, threads: int) -> None:
         self.own, self.whole, self.threads = threading.local(), whole, threads
@@ -60,7 +60,7 @@ class Shared:
         self.note = f"{whole.note}, a stack a thread on up to {threads} threads"
 
     def stacks(self, group: list[Job]) -> list[list[Job]]:
-        """As many as there is work for. By shapes alone: who trains with whom decides how numbers are rounded."""
+        """As many stacks as there is work for. Only shapes count, because the grouping of clients decides the rounding."""
         setting = self.whole.setting
         longest = max(len(job.samples) for job in group)
         work = len(group) * min(setting.local.batch_size, longest) * setting.layout.d
@@ -85,10 +85,10 @@ class Shared:
 
 
 def in_turn(pool: ThreadPoolExecutor, make: Callable[[int], Chunk], order: Sequence[int]) -> Iterator[Chunk]:
-    """What the threads make, begun in that order and handed back by number."""
+    """The threads' results, started in `order` and returned by number."""
     threads = torch.get_num_threads()
-    # Who sums up must not take the clients' cores: torch's own threads wait busily. Said before anyone begins, for MKL has one
-    # number of threads for the whole process.
+    # The thread that sums must not take the clients' cores, because torch's own threads wait busily. This is set before any starts,
+    # because MKL has one number of threads for the whole process.
     torch.set_num_threads(1)
     futures = {index: pool.submit(make, index) for index in order}
     try:
@@ -96,7 +96,7 @@ def in_turn(pool: ThreadPoolExecutor, make: Callable[[int], Chunk], order: Seque
             yield futures.pop(index).result()
     finally:
         torch.set_num_threads(threads)
-        for future in futures.values():  # after Ctrl-C or an error nobody waits for those that have not begun
+        for future in futures.values():  # after Ctrl-C or an error, do not wait for those that have not begun
             future.cancel()
 
 
@@ -113,7 +113,7 @@ def prepare(own: threading.local, setting: Setting, network: Callable[[Setting, 
 def trainer(
     setting: Setting, network: Callable[[Setting, int], Network] | None
 ) -> Callable[[Model, Work, Job, Tensor | None], Chunk]:
-    """Trains one client. Neither of the two touches torch's own generator here, which all threads share."""
+    """A function that trains one client. Neither form uses torch's own generator here, which all threads share."""
     if network is None:
         return Sequential(setting).client
     engine = Batched(setting, network, chunk=1, padding=True)
@@ -122,7 +122,7 @@ def trainer(
 
 @dataclass(frozen=True)
 class Remembered:
-    """What some clients remember, read beforehand: a store has one reader at a time."""
+    """What some clients remember, read in advance: a store has one reader at a time."""
 
     vectors: Tensor
 
@@ -131,5 +131,5 @@ class Remembered:
 
 
 def draws(module: nn.Module) -> bool:
-    """Does a network of ours draw random numbers while it trains? Torch's generator is shared by all threads."""
+    """Does one of our networks draw random numbers in training? All threads share torch's generator."""
     return any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in module.modules())

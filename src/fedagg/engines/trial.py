@@ -1,5 +1,5 @@
-"""Does a form of network do what the module does? A stranger's module may share weights, keep what it has seen, look at the whole
-batch or draw random numbers, and no list of such things is complete. So it is tried, on a few samples, against plain autograd."""
+"""Does a form of network compute the same as the module? A user's module may share weights, keep what it has seen, look at the
+whole batch or draw random numbers, and no list of such things is complete. So it is compared with autograd on a few samples."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from fedagg.errors import SettingError, first_line
 from fedagg.flat import Model, Workspace, copied
 from fedagg.work import Loss, cross_entropy
 
-MOST = 8  # samples
+MOST = 8  # samples per client
 
 
 class Trial:
-    """One step of two clients, of which the second may have fewer samples than the first. Layers of dropout draw other numbers in
-    every form: the step is tried without them."""
+    """One step of two clients, of which the second may have fewer samples than the first. Dropout draws other numbers in every
+    form, so the step is tried without it."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = replace(setting, module=copied(setting.module), half=False)
         module = self.setting.module
         self.size = min(MOST, len(setting.x))
-        # From all over the data, which may be sorted: what looks at other clients' samples must find others there.
+        # From all over the data, which may be sorted: a module that looks at other clients' samples must find different ones there.
         self.samples = torch.linspace(0, len(setting.x) - 1, 2 * self.size).round().long().view(2, -1)
         self.model = setting.layout.pack(setting.module).to(setting.device)
         zero = torch.zeros((), device=setting.device)
-        self.begin = [zero, zero, self.model.buffers]  # gradient and loss are judged by their size, buffers by how they changed
+        self.begin = [zero, zero, self.model.buffers]  # gradient and loss are judged by their size, buffers by their change
         nudged = replace(self.model, w=(1 + NUDGE) * self.model.w)
-        # Some modules train by themselves or not at all: what they do in a step is more than gradient and buffers tell.
+        # Some modules do more in a step than gradient and buffers show: these train only one client at a time.
         self.alone = hooked(module) or any(getattr(part, "max_norm", None) is not None for part in module.modules())
         with seeding.seeded_global(0, setting.device), exact():
             before, elsewhere = self.drawn(), drawn_elsewhere()
@@ -48,7 +48,7 @@ class Trial:
             self.setting.graph = traced(module, setting.x.dim() - 1)
             before = self.drawn()
             self.expected = {at: self.first(*at) for at in ((0, self.size), (1, self.size), (1, self.fewer))}
-            self.random = not torch.equal(before, self.drawn())  # still: in no layer that says so
+            self.random = not torch.equal(before, self.drawn())  # random numbers outside dropout layers
             self.alone |= elsewhere != drawn_elsewhere()
             again = {at: self.plain(*at, nudged) for at in self.expected}
         self.separate = setting.loss is cross_entropy or separate(
@@ -61,7 +61,7 @@ class Trial:
         return self.size // 2 + 1 if self.size > 2 else self.size
 
     def drawn(self) -> Tensor:
-        """Where torch's generator stands."""
+        """The state of torch's generator."""
         device = self.setting.device
         return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
@@ -75,7 +75,7 @@ class Trial:
         raise SettingError("model", type(self.setting.module).__name__, words)
 
     def plain(self, client: int, count: int, model: Model) -> list[Tensor]:
-        """Gradient, loss and buffers of a client's step on so many samples."""
+        """Gradient, loss and buffers of a client's step on this many samples."""
         s, samples = self.setting, self.samples[client, :count]
         space = Workspace(s.module, s.layout, s.device)
         space.load(model)
@@ -88,16 +88,16 @@ class Trial:
         return [space.g, loss.detach(), space.statistics()]
 
     def passed(self, make: Callable[[Setting, int], Network], padded: bool) -> bool:
-        """Is the form's step the module's own? With `padded`, the second client has fewer samples, and padding in their place."""
+        """Does the form make the same step as the module? With `padded`, the second client has fewer samples, and padding."""
         if self.alone or (padded and not self.separate):
             return False
         counts = (self.size, self.fewer if padded else self.size)
         try:
             made = self.step(make, counts, self.size - 1)
             other = self.step(make, counts, 0) if self.random else made
-        except Exception:  # whatever a stranger's forward makes of several clients at once
+        except Exception:  # a user's forward may raise anything for several clients at once
             return False
-        if self.random:  # every form draws its own numbers; but what lies in the padding must make no difference
+        if self.random:  # every form draws its own numbers, but the content of the padding must make no difference
             sizes = [float(part.nan_to_num(posinf=0.0, neginf=0.0).norm()) for part in made]
             return all(apart(a, b) <= 1e-4 * size + 1e-6 for a, b, size in zip(made, other, sizes, strict=True))
         for at in enumerate(counts):
@@ -107,7 +107,7 @@ class Trial:
         return True
 
     def step(self, make: Callable[[Setting, int], Network], counts: tuple[int, int], filler: int) -> list[Tensor]:
-        """Gradients, losses and buffers of both clients; in place of samples that the second does not have, one of its own."""
+        """Gradients, losses and buffers of both clients. Samples that the second does not have are replaced by one of its own."""
         s, size = self.setting, self.size
         scale = torch.zeros(2, size, device=s.device)
         for row, count in zip(scale, counts, strict=True):
@@ -124,14 +124,14 @@ class Trial:
 
 
 def separate(loss: Loss, output: Tensor, y: Tensor) -> bool:
-    """Is the loss of a sample the same, whatever samples are beside it? Only then may there be padding. Tried on outputs of many
-    sizes as well: those of a network that has not learnt anything are all alike."""
+    """Is the loss of a sample independent of the other samples? Only then is padding allowed. Also tried on outputs of many sizes,
+    because those of an untrained network are all alike."""
     noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
     for given in (output, noise, 10 * noise):
         try:
             whole = loss(given.clone(), y.clone())
             parts = [loss(one.clone(), labels.clone()) for one, labels in zip(given.split(2), y.split(2), strict=True)]
-        except Exception:  # outputs that it does not take, such as numbers that are no probabilities
+        except Exception:  # outputs that it does not accept, such as numbers that are not probabilities
             continue
         if not torch.allclose(whole, torch.cat(parts), rtol=1e-4, atol=1e-6, equal_nan=True):
             return False
@@ -139,19 +139,19 @@ def separate(loss: Loss, output: Tensor, y: Tensor) -> bool:
 
 
 def numbers(module: nn.Module) -> dict[tuple[str, str], Any]:
-    """What a module knows beside its tensors."""
+    """The plain attributes of a module's parts."""
     plain = (bool, int, float, str)
     return {(name, key): v for name, part in module.named_modules() for key, v in vars(part).items() if isinstance(v, plain)}
 
 
 def drawn_elsewhere() -> list[Any]:
-    """Where the generators of Python and NumPy stand."""
+    """The state of Python's and NumPy's generators."""
     return [random.getstate(), repr(np.random.get_state())]  # noqa: NPY002
 
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """Products in float32, whatever the run itself is to have."""
+    """Use float32 products, whatever the run uses."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     try:
@@ -161,5 +161,5 @@ def exact() -> Iterator[None]:
 
 
 def apart(a: Tensor, b: Tensor) -> float:
-    """The distance; none where both are the same infinity, or no number."""
+    """The distance between two tensors; entries that are the same infinity, or both NaN, count as equal."""
     return float(torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, a - b).norm())

@@ -1,4 +1,4 @@
-"""Many copies of any network as one, through `torch.func.vmap`: for modules with layers that are not written out."""
+"""Many copies of any network as one, with `torch.func.vmap`: for modules with layers that are not written out."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fedagg.engines.base import Setting
 from fedagg.flat import copied
 from fedagg.work import Client, ClientLoss, Learner
 
-# Which of its operations torch runs one client at a time is no concern of the user's: the result is the same.
+# Users need not know which operations torch runs one client at a time: the result is the same.
 warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet implemented the batching rule")
 
 
 class VmappedNetwork:
-    """n copies of a module: weights `w` (n, d), gradients `g` (n, d), buffers (n, b). Every client draws its own dropout.
-    `own` is a loss of the method's in place of the run's, and `client` what that loss may look at."""
+    """n copies of a module: weights `w` (n, d), gradients `g` (n, d), buffers (n, b). Every client draws its own dropout. `own` is
+    the method's own loss in place of the run's, and `client` is what that loss may use."""
 
     own: ClientLoss | None = None
     client: Client | None = None
@@ -29,7 +29,7 @@ class VmappedNetwork:
         layout, device = setting.layout, setting.device
         self.w, self.g = torch.zeros(n, layout.d, device=device), torch.zeros(n, layout.d, device=device)
         self.buffers = torch.zeros(n, layout.b, device=device)
-        self.module = copied(setting.module).to(device).train()  # its tensors are swapped for others while it runs
+        self.module = copied(setting.module).to(device).train()  # a copy, because its tensors are replaced while it runs
         shapes = dict(layout.parameters)
         self.weights = {name: view.view(n, *shapes[name]) for name, view in layout.weights(self.w)}
         self.grads = {name: view.view(n, *shapes[name]) for name, view in layout.weights(self.g)}
@@ -38,7 +38,7 @@ class VmappedNetwork:
     def loss(
         self, weights: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor, y: Tensor, scale: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """One client's weighted loss; the buffers come back as the module left them."""
+        """One client's weighted loss, and the buffers as the module left them."""
         with self.setting.rounding():
             output = functional_call(self.module, (weights, buffers), (x,))
             return (self.setting.loss(output, y) * scale).sum(), buffers
@@ -46,7 +46,7 @@ class VmappedNetwork:
     def own_loss(
         self, w: Tensor, memory: Tensor | None, buffers: dict[str, Tensor], x: Tensor, y: Tensor, scale: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """As `loss`, of flat weights (d,), with the method's own."""
+        """As `loss`, for flat weights (d,), with the method's own loss."""
         assert self.own is not None
         assert self.client is not None
         learner = Learner(
@@ -72,5 +72,5 @@ class VmappedNetwork:
                 self.grads[name].copy_(value)
         if after:
             new = torch.cat([value.reshape(n, -1).to(self.buffers.dtype) for value in after.values()], 1)
-            self.buffers.copy_(torch.where(scale[:, :1] > 0, new, self.buffers))  # who stands still has seen nothing
+            self.buffers.copy_(torch.where(scale[:, :1] > 0, new, self.buffers))  # paused clients keep their statistics
         return loss.detach()  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""An engine whose training samples stay on the disk: those of the clients that train next are read before they do."""
+"""An engine whose training samples stay on disk: those of the next clients are read before they train."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from fedagg.work import Chunk, Job, Memory, Work
 
 
 def window(setting: Setting, whole: Mapped) -> Setting:
-    """The same on some of the samples, as many as may be in memory; engines are built, and networks tried, on these."""
+    """The setting with a part of the samples, as many as may be in memory; engines are built, and networks tried, on these."""
     room = min(len(whole), whole.room(WINDOW))
     rows = np.linspace(0, len(whole) - 1, room).round().astype(np.int64)
     return replace(setting, x=whole[rows], y=setting.y[torch.from_numpy(rows).to(setting.device)])
 
 
 class Windowed:
-    """Fills the window of another engine. Its tensors stay the same ones, so that graphs which were captured on them stay valid."""
+    """Fills the window of another engine. Its tensors stay the same objects, so that graphs captured on them stay valid."""
 
     def __init__(self, engine: Engine, whole: Mapped, targets: torch.Tensor, within: Setting) -> None:
         self.engine, self.whole, self.targets, self.within = engine, whole, targets, within
@@ -39,7 +39,7 @@ class Windowed:
                 yield chunk
 
     def groups(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
-        """Clients, in their order, as many at a time as the window has room for."""
+        """Groups of clients, in their order, as large as the window allows."""
         room, group, count = len(self.within.x), list[Job](), 0
         for job in jobs:
             if len(job.samples) > room:
@@ -55,6 +55,7 @@ class Windowed:
 
     def read(self, group: Sequence[Job]) -> list[Job]:
         """The same clients, with their samples in the window."""
+
         every = torch.cat([job.samples for job in group])
         self.whole.read(every.numpy(), self.within.x)
         self.within.y[: len(every)] = self.targets[every.to(self.targets.device)]
