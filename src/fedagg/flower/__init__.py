@@ -1,4 +1,4 @@
-"""A real federation: every method of the package on Flower, with data that never leaves the nodes."""
+"""Real federations: every method of the package on Flower, with data that never leaves the nodes."""
 
 from __future__ import annotations
 

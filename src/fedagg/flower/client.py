@@ -1,8 +1,7 @@
 """The node's side: a Flower ClientApp that does a round's work on the node's own data.
 
-The work is done by the simulator's reference engine, so a node trains exactly as a simulated client does. What a
-method lets its clients remember (FedDyn, SCAFFOLD) stays on the node, in the run's `context.state` and, where the
-node is given a `state-dir`, on its disk.
+The work is done by the simulator's reference engine, so a node trains exactly as a simulated client does. What clients of a method
+remember (FedDyn, SCAFFOLD) stays on the node, in the run's `context.state` and, if the node has a `state-dir`, on its disk.
 """
 
 from __future__ import annotations
@@ -52,12 +51,12 @@ def client_app(
 
     Args:
         model: makes the network; the server makes the same one.
-        data: the node's own samples; `context.node_config["partition-id"]` says which node it is.
-        loss: per-sample loss of (output, target), (B,); by default the task's, as cross-entropy for class labels.
-        metric: where the server was given a metric of your own, the same one.
-        mods: Flower mods around training, such as `LocalDpMod`; not SecAgg+, which is there already and waits for the server.
-        quiet: say nothing beside the update that the server does not know: no losses, no rates of one's own, no test
-            results. With `LocalDpMod`, all that leaves the node is then covered by its noise.
+        data: returns the node's own samples; `context.node_config["partition-id"]` says which node it is.
+        loss: per-sample loss of (output, target), (B,); by default the task's, e.g. cross-entropy for class labels.
+        metric: your own metric, if the server was given one; it must be the same.
+        mods: Flower mods around training, such as `LocalDpMod`; not SecAgg+, which is built in and started by the server.
+        quiet: send nothing beside the update that the server does not know: no losses, rates or test results of the node. With
+            `LocalDpMod`, everything that leaves the node is then covered by its noise.
     """
     if any(mod.__module__.startswith("flwr.client.mod.secure_aggregation") for mod in mods if hasattr(mod, "__module__")):
         raise SettingError(
@@ -71,8 +70,8 @@ def client_app(
 
     @app.query(mods=[kinds_only])
     def hello(message: Message, context: Context) -> Message:
-        """Who am I: which partition, how many samples of which task, what size of model, what version. Nothing else about the data
-        is told."""
+        """Tell who this node is: its partition, the number of samples, the task, the model's size and the version. Nothing else
+        about the data is sent."""
         module, (task, node) = model(), task_and_data(message, context)
         layout = Layout(module)
         fitting(module, task, node)
@@ -107,7 +106,7 @@ def client_app(
             # LocalDpMod draws from numpy's global generator, and model() or data() may have seeded it.
             np.random.seed()  # noqa: NPY002
         if order.veil:
-            # It stands on the older half of Flower, which nothing else should need.
+            # It needs the older half of Flower, which nothing else should import.
             from fedagg.flower.secagg import private_answer, veiled_answer
 
             longest = order.longest
@@ -130,7 +129,7 @@ def client_app(
 
 
 def tested(setting: Setting, node: NodeData, model: Model, task: Task) -> Scores | None:
-    """The model on the node's own test samples, if it has any."""
+    """The model's scores on the node's own test samples, if it has any."""
     if not node.tests:
         return None
     losses, tallies = Evaluator(setting, node.data.x_test, node.data.y_test, task).samples(model)
@@ -140,8 +139,8 @@ def tested(setting: Setting, node: NodeData, model: Model, task: Task) -> Scores
 
 @torch.no_grad()
 def fitting(module: nn.Module, task: Task, node: NodeData) -> None:
-    """Does the model put out what the node's targets are held against? Numbers of another shape would be, too, and
-    nobody would know. Class labels are safe: the loss itself refuses what does not fit."""
+    """Check that the model's output fits the node's targets. Otherwise a wrong shape could go unnoticed. Class labels need no
+    check, because their loss refuses what does not fit."""
     if task.name == CLASSIFICATION.name or node.data.task != task.name:
         return
     x, y = node.data.x_train[:2].to(next(module.parameters()).device, copy=True), node.data.y_train[:2]
@@ -152,17 +151,17 @@ def fitting(module: nn.Module, task: Task, node: NodeData) -> None:
 
 
 def veil(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
-    """SecAgg+, where the message is part of it."""
+    """Run SecAgg+ if the message is part of it."""
     if "secaggplus_configs" not in message.content.config_records:
         return call_next(message, context)
-    # It stands on the older half of Flower, which nothing else should need.
+    # It needs the older half of Flower, which nothing else should import.
     from fedagg.flower.masks import masked
 
     return masked(message, context, call_next)
 
 
 def method_of(order: messages.Order, context: Context) -> algorithms.Algorithm:
-    """The node's own copy of the method: losses, steps and what clients remember are code, which does not travel."""
+    """The node's own copy of the method: losses, steps and what clients remember are code, which is not sent."""
     plugins.load(plugins.named(context.run_config.get("plugin")))
     if not algorithms.REGISTRY.has(order.method):
         words = "is not known on this node; import the module that registers it where the ClientApp is made, or name it as `plugin`"
@@ -171,7 +170,7 @@ def method_of(order: messages.Order, context: Context) -> algorithms.Algorithm:
 
 
 def hushed(chunk: Chunk, work: Work) -> Chunk:
-    """The update as it is, and the numbers beside it as the work alone would have them."""
+    """The same update, with only those numbers beside it that follow from the work."""
     silent: dict[str, Any] = {f.name: torch.zeros_like(getattr(chunk, f.name)) for f in fields(Report)}
     rates = planned(work, torch.zeros_like(chunk.delta[0]))
     rates[chunk.jobs[0].epochs :] = 0.0
@@ -195,7 +194,7 @@ def setting_of(
     loss: Loss | None,
     head: str | None = None,
 ) -> Setting:
-    """`head` is the layer whose input the work asks to represent by class, if it does."""
+    """The engine's setting for this node. `head` is the layer whose input is averaged per class, if the work asks for it."""
     if node.data.task != task.name:
         raise SettingError("data(context)", node.data.task, f"the run's task is {task.name}; say another as `task` in its settings")
     device = pick_device(str(context.node_config.get("device", "auto")))
@@ -205,7 +204,7 @@ def setting_of(
 
 @torch.no_grad()
 def told_apart(module: nn.Module, head: str, node: NodeData) -> int:
-    """The classes there are: as many as the head has outputs. The node's own labels do not say, for it may lack the last ones."""
+    """The number of classes: that of the head's outputs. The node's labels cannot tell, because the last ones may be missing."""
     seen: list[int] = []
     probe = copy.deepcopy(module).eval()
     probe.get_submodule(head).register_forward_hook(lambda _, args, output: seen.append(int(output.shape[-1])))
@@ -216,7 +215,7 @@ def told_apart(module: nn.Module, head: str, node: NodeData) -> int:
 
 
 def recall(context: Context, order: messages.Order, d: int) -> Tensor:
-    """What the node remembers. An answer that the server did not count, or never got, leaves no trace in it."""
+    """What the node remembers. Answers that the server did not accept, or never received, are ignored."""
     found = from_context(context) or from_disk(context, order.run)
     if found is not None and found["kept"].numel() == d:
         for name, tag in zip(("kept", "staged"), found["tags"].tolist(), strict=True):
@@ -226,8 +225,7 @@ def recall(context: Context, order: messages.Order, d: int) -> Tensor:
 
 
 def keep(context: Context, kept: Tensor, staged: Tensor, order: messages.Order) -> None:
-    """Both what was remembered before and what this round adds: which of them counts is known when the server calls
-    again."""
+    """Save what was remembered before and what this round adds. Which of them counts is known when the server calls again."""
     tags = torch.tensor([order.accepted, (order.round, order.step)])
     rows = {"kept": kept.cpu(), "staged": staged.cpu(), "tags": tags}
     context.state["memory"] = ArrayRecord({name: Array(row.numpy()) for name, row in rows.items()})
@@ -241,7 +239,7 @@ def from_context(context: Context) -> dict[str, Tensor] | None:
 
 
 def from_disk(context: Context, run: int) -> dict[str, Tensor] | None:
-    """For Flower a restarted server is a new run, and begins with an empty `context.state`: the disk remembers."""
+    """The memory on disk. To Flower a restarted server is a new run, with an empty `context.state`."""
     path = state_file(context, run)
     return load_tensors(path.read_bytes()) if path is not None and path.exists() else None
 

@@ -1,4 +1,4 @@
-"""Rounds that end when enough have answered, not when the last has."""
+"""Rounds that end when enough nodes have answered, not when the last one has."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fedagg.flower.pace import Pace
 
 
 class Closing(Grid):
-    """A grid that stops listening once a share of those asked has answered well. What the others send is not used; where somebody
-    watches their pace, it is noted when it comes."""
+    """A grid that stops waiting when a share of those asked has answered well. Later answers are not used, but if there is a
+    `Pace`, it records when they arrive."""
 
     def __init__(self, grid: Grid, share: float, pace: Pace | None = None) -> None:
         self.grid, self.share, self.pace = grid, share, pace
@@ -48,7 +48,7 @@ class Closing(Grid):
             self.pace.missed()
         return replies
 
-    # Everything else is the grid's own.
+    # Everything else is passed on to the grid.
 
     def set_run(self, *args: Any, **kwargs: Any) -> None:
         self.grid.set_run(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What an operator does with a running SuperLink, in one process: let nodes in and out, start, watch and stop runs."""
+"""An operator's control of a running SuperLink, in one process: admit and revoke nodes, start, watch and stop runs."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from fedagg.errors import FedaggError, SettingError
 from fedagg.flower.server import split
 
 GO_ON = "the same command goes on after the last whole round, if the run has `out`"
-LOCAL = "127.0.0.1:8000"  # where superlink.sh listens, if it is not told otherwise
-RETRY = 2.0  # seconds between attempts to reach a SuperLink that is not there
+LOCAL = "127.0.0.1:8000"  # the default address of superlink.sh
+RETRY = 2.0  # seconds between attempts to reach a SuperLink that is down
 
 
 class Unreachable(FedaggError):
-    """The SuperLink does not answer: it may be on its way up again."""
+    """The SuperLink does not answer: it may be restarting."""
 
 
 @dataclass(frozen=True)
 class NodeRow:
     node: int
-    name: str  # of the file with its key
+    name: str  # name of its key file
     status: str  # registered, online, offline, unregistered
     since: str
 
@@ -63,7 +63,7 @@ class RunRow:
 
 
 class Control:
-    """The SuperLink of a project, and its certificate."""
+    """The SuperLink of a project, with its certificate."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -82,7 +82,7 @@ class Control:
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """Flower's errors in one line."""
+        """Turn Flower's errors into one line."""
         try:
             yield
         except httpx.TransportError as error:
@@ -100,7 +100,7 @@ class Control:
     # Nodes.
 
     def register(self, key: Path) -> bool:
-        """Let a node in. Was it a stranger until now?"""
+        """Admit a node. Was it unknown until now?"""
         try:
             with self.asking():
                 self.client.RegisterNode(RegisterNodeRequest(public_key=public_key(key), name=key.stem))
@@ -115,7 +115,7 @@ class Control:
         return sorted((row for row in rows if row.status != "unregistered"), key=lambda row: (natural(row.name), row.node))
 
     def revoke(self, which: str) -> NodeRow:
-        """Shut a node out, by its id or the name of its key."""
+        """Revoke a node, by its id or the name of its key."""
         known = self.nodes()
         found = [row for row in known if which in (str(row.node), row.name, f"{row.name}.pub")]
         if len(found) != 1:
@@ -164,7 +164,7 @@ class Control:
             self.client.StopRun(StopRunRequest(run_id=run))
 
     def log(self, run: int, tell: Callable[[str], None], after: float = 0.0) -> None:
-        """Until the run ends, or the SuperLink does."""
+        """Pass on the log until the run or the SuperLink ends."""
         with self.asking():
             for part in self.client.StreamLogs(StreamLogsRequest(run_id=run, after_timestamp=after)):
                 tell(part.log_output)
@@ -172,15 +172,15 @@ class Control:
     def see_through(
         self, folder: Path, overrides: dict[str, Any], restarts: int, patience: float, tell: Callable[[str], None]
     ) -> RunRow:
-        """Start a run and stay with it. One that fails, or whose SuperLink goes down, is started again, so many times; it goes on
-        after the last whole round. Raises FedaggError if the last one fails, too."""
+        """Start a run and follow it to its end. If it fails, or its SuperLink goes down, it is started again up to `restarts`
+        times, and continues after the last complete round. Raises FedaggError if the last attempt fails too."""
         for attempt in range(restarts + 1):
             run, down = self.patiently(lambda: self.start(folder, overrides), patience), False
             tell(f"run {run} has started\n")
             try:
                 self.log(run, tell)
             except Unreachable as error:
-                # Its server application goes down with a SuperLink. What is left of the run is in the way of the next one.
+                # The server application goes down with its SuperLink. What is left of the run would block the next one.
                 tell(f"{error}\n")
                 self.patiently(partial(self.end, run), patience)
                 down = True
@@ -188,7 +188,7 @@ class Control:
             if ended.status == "completed":
                 return ended
             why = "its SuperLink went down" if down else f"{ended.status} ({ended.details or 'no word of why'})"
-            if attempt == restarts or (ended.status == "stopped" and not down):  # somebody wants it so
+            if attempt == restarts or (ended.status == "stopped" and not down):  # a user stopped it
                 raise FedaggError(f"run {run}: {why}; {GO_ON}")
             tell(f"run {run}: {why}; it is started again\n")
         raise AssertionError("the last attempt returns or raises")
@@ -198,7 +198,7 @@ class Control:
             self.stop(run)
 
     def patiently(self, ask: Callable[[], Any], patience: float) -> Any:
-        """Ask a SuperLink that may be on its way up."""
+        """Ask a SuperLink that may be restarting, until it answers."""
         end = time.monotonic() + patience
         while True:
             try:
@@ -210,7 +210,7 @@ class Control:
 
 
 def address(folder: Path) -> str:
-    """Where the project's SuperLink listens, on this machine."""
+    """The address of the project's SuperLink on this machine."""
     path = folder / ".flwr" / "config.toml"
     if not path.exists():
         return LOCAL
@@ -223,11 +223,11 @@ def address(folder: Path) -> str:
 
 
 class Known(Exception):
-    """The key is registered already."""
+    """The key is already registered."""
 
 
 def settings(folder: Path, given: Sequence[str]) -> dict[str, Any]:
-    """A run's settings as `flwr run --run-config` takes them, checked here: an error names the setting, before anything starts."""
+    """A run's settings as `flwr run --run-config` takes them, checked first, so that errors name the setting before the start."""
     path = folder / "pyproject.toml"
     try:
         held = tomllib.loads(path.read_text(encoding="utf-8"))["tool"]["flwr"]["app"].get("config", {})
@@ -261,6 +261,6 @@ def public_key(path: Path) -> bytes:
 
 
 def natural(name: str) -> tuple[str, int]:
-    """node-10 after node-9."""
+    """A sort key that puts node-10 after node-9."""
     head, _, tail = name.rpartition("-")
     return (head, int(tail)) if tail.isdecimal() else (name, -1)

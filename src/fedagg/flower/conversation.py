@@ -1,8 +1,8 @@
-"""A function that asks questions in the middle, driven from outside.
+"""Run a function that asks questions midway, and answer them from outside.
 
-An algorithm's round is plain code that calls its clients and goes on with what they answer. Flower's strategies work
-the other way round: they are called to say what to send, and called again with the replies. The round runs in a
-thread of its own and rests whenever it has asked something, so both can be written the way they are meant to be read.
+An algorithm's round is plain code that calls its clients and continues with their answers. Flower's strategies work the other way
+round: they are called to say what to send, and called again with the replies. So the round runs in its own thread and pauses
+whenever it has asked something. Both sides can then be written in their natural form.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ R = TypeVar("R")
 
 
 class Conversation(Generic[Q, A, R]):
-    """`tell` is given a function to ask with. After `start` or `answer`, either `question` is set or `result` has
-    come."""
+    """`tell` receives a function for asking. After `start` or `answer`, either `question` or `result` is set."""
 
     def __init__(self, tell: Callable[[Callable[[Q], A]], R]) -> None:
         self.out: SimpleQueue[tuple[str, object]] = SimpleQueue()
@@ -49,7 +48,7 @@ class Conversation(Generic[Q, A, R]):
         self.listen()
 
     def listen(self) -> None:
-        """Whatever the round raises is raised here."""
+        """Wait for the next question or the result. An exception in the round is raised here."""
         kind, value = self.out.get()
         if kind != "question":
             self.thread.join()

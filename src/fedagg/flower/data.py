@@ -1,4 +1,4 @@
-"""A node's own data, in whatever form a training script has it, as the tensors that the engines work on."""
+"""A node's own data, in any form a training script has it, as tensors for the engines."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class NodeData:
 
 
 def node_data(given: Any, task: str | None = None) -> NodeData:
-    """What the user's `data(context)` returned, checked, with its targets understood as those of the task. Labels are taken as they
-    are: to number words, a node would have to know those of all the others."""
+    """The result of the user's `data(context)`, checked, with targets for the task. Labels are taken as they are: to number words,
+    a node would have to know those of all other nodes."""
     if isinstance(given, Dataset):
         return NodeData(given.of_task(task), True)
     train, test = of.read(given)
@@ -34,10 +34,10 @@ def node_data(given: Any, task: str | None = None) -> NodeData:
 
 
 def cached(context: Context, make: Callable[[], Sequence[Any]], name: str = "data") -> tuple[np.ndarray, ...]:
-    """The arrays that `make` returns: made once, kept in the node's `state-dir`, and mapped from the disk from then on.
+    """The arrays that `make` returns: made once, kept in the node's `state-dir`, and mapped from disk from then on.
 
-    Flower starts a process for every message, so what a process keeps in memory is gone with the next one. Choose
-    another `name` when the data have changed. A node without a `state-dir` makes them anew every time.
+    Flower starts a process for every message, so nothing stays in memory between messages. Choose another `name` when the data have
+    changed. A node without a `state-dir` makes the arrays again every time.
     """
     where = context.node_config.get("state-dir")
     if where is None:
@@ -50,5 +50,5 @@ def cached(context: Context, make: Callable[[], Sequence[Any]], name: str = "dat
         with suppress(OSError):  # another process of the node was faster: its arrays are the same
             aside.rename(folder)
         shutil.rmtree(aside, ignore_errors=True)
-    # Copied on write: a page that is changed is this process's own.
+    # Copy on write: changes stay in this process.
     return tuple(np.lib.format.open_memmap(path, mode="c") for path in sorted(folder.glob("*.npy")))

@@ -22,11 +22,10 @@ DAYS = 825
 
 
 def make(folder: Path, nodes: int, hosts: Sequence[str]) -> list[Path]:
-    """Write ca.crt, server.crt, server.key, and node-N with node-N.pub for every node; private ones readable by the
-    owner only.
+    """Write ca.crt, server.crt, server.key, and node-N with node-N.pub for every node; private ones readable by the owner only.
 
-    The authority's own key is used once and kept nowhere: nobody can sign another certificate with it. More nodes
-    need no certificate, only a key of their own.
+    The authority's own key is used once and never stored, so nobody can sign another certificate with it. Additional nodes need no
+    certificate, only a key.
     """
     if (folder / "server.key").exists():
         raise SettingError("keys", str(folder), "holds keys already; remove them to make new ones")
@@ -100,7 +99,7 @@ def general_name(host: str) -> x509.GeneralName:
 
 
 def private(path: Path, content: bytes) -> Path:
-    """Never readable by others, not even for a moment."""
+    """Write a file that others can never read, not even for a moment."""
     before = os.umask(0o077)
     try:
         return public(path, content)

@@ -1,4 +1,4 @@
-"""What a node tells of an error: its kind. The text, in which a sample or a path may stand, is for the node's own log."""
+"""Nodes report only the kind of an error. Its text may contain a sample or a path, so it goes to the node's own log."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from flwr.common.constant import ErrorCode
 from fedagg.errors import SettingError
 
 log = getLogger("flwr").log
-# Python's own classes: their names say nothing about a node's data, as the name of a class of the user's may.
+# Python's own classes: their names reveal nothing about a node's data, as a user's class name might.
 KINDS = {kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, Exception)}
-# Settings of a node and of its two functions. Others may carry the number of a sample.
+# Settings of a node and of its two functions. Other settings may contain the number of a sample.
 SETTINGS = (
     *("partition-id", "state-dir", "device", "data(context)", "model()", "x_train", "y_train", "x_test", "y_test", "labels"),
     *("metric", "quiet", "secure"),
@@ -22,13 +22,13 @@ SETTINGS = (
 
 
 def kind(error: Exception) -> str:
-    if isinstance(error, SettingError) and (setting := error.setting.partition("[")[0]) in SETTINGS:  # not of which sample
+    if isinstance(error, SettingError) and (setting := error.setting.partition("[")[0]) in SETTINGS:  # not which sample
         return f"setting {setting}"
     return next(parent.__name__ for parent in type(error).__mro__ if parent in KINDS)
 
 
 def kinds_only(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
-    """A mod around all that a node does."""
+    """A mod around everything a node does."""
     try:
         return call_next(message, context)
     except Exception as error:

@@ -1,6 +1,6 @@
-"""The account of what a federation has told about its nodes: one line for every noisy sum, written before the sum is used.
+"""The account of what a federation has revealed about its nodes: one line for every noisy sum, written before the sum is used.
 
-Runs on the same nodes add up. They do if they keep one ledger.
+Runs on the same nodes add up, provided they share one ledger.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fedagg.flower.privacy import Privacy, epsilon_of
 
 
 class Enough(Exception):
-    """No more may be told of the nodes."""
+    """Nothing more may be revealed about the nodes."""
 
 
 class Ledger:
-    """Sums told, in a file, or in memory where there is no folder to keep one in."""
+    """The noisy sums released so far, in a file, or in memory if there is no folder."""
 
     def __init__(self, privacy: Privacy, path: Path | None) -> None:
         self.privacy, self.path = privacy, path
@@ -47,8 +47,8 @@ class Ledger:
         return found
 
     def book(self, run: int, t: int) -> None:
-        """A noisy sum is about to be used. It is on the disk first: a server that is stopped now, and does the round again, shows
-        another. Raises Enough where it would tell too much."""
+        """Book a noisy sum that is about to be used. It is written to disk first: a server that stops now and repeats the round
+        reveals another sum. Raises Enough if it would reveal too much."""
         if self.exhausted():
             raise Enough
         line = json.dumps({"run": f"{run:x}", "round": t + 1, "noise_multiplier": self.privacy.noise_multiplier})
@@ -58,20 +58,20 @@ class Ledger:
             files.flush(self.path)
 
     def spent(self, more: int = 0) -> dict[str, float]:
-        """ε so far, or after so many sums more. `epsilon` is for a node that takes part or sends nothing, `epsilon_replaced` for
-        one whose data are exchanged for others: its update may then move by twice the clipping norm."""
+        """ε so far, or after `more` further sums. `epsilon` is for a node that takes part or sends nothing, `epsilon_replaced` for
+        one whose data are replaced by others: its update may then move by twice the clipping norm."""
         noises = self.read() + more * [self.privacy.noise_multiplier]
         mu = math.sqrt(math.fsum(noise**-2 for noise in noises))
         return {name: epsilon_of(times * mu, self.privacy.delta) for name, times in (("epsilon", 1), ("epsilon_replaced", 2))}
 
     def exhausted(self) -> bool:
-        """Would one sum more tell more than may be told?"""
+        """Would one more sum exceed the limit?"""
         most = self.privacy.epsilon_max
         return most is not None and self.spent(more=1)["epsilon_replaced"] > most
 
 
 def mend(path: Path) -> None:
-    """Take off a last line that a power cut tore: its sum was not used."""
+    """Remove a last line that a power cut left incomplete: its sum was not used."""
     held = path.read_bytes()
     if torn := len(held) - held.rfind(b"\n") - 1:
         os.truncate(path, len(held) - torn)

@@ -1,7 +1,7 @@
-"""Masks for secure aggregation: a cipher's key stream, keyed with the whole of the secret that two nodes share.
+"""Masks for secure aggregation: a cipher's key stream, keyed with the whole secret that two nodes share.
 
-Flower folds that secret into 32 bits and seeds a Mersenne Twister with them. Whoever sees a masked vector can try all seeds in
-minutes, and take the mask off. Here Flower's protocol runs as it is, with another generator under it.
+Flower folds that secret into 32 bits and seeds a Mersenne Twister with them. Anyone who sees a masked vector can try all seeds in
+minutes and remove the mask. Here Flower's protocol is unchanged, but runs with another generator.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ PURPOSE = b"fedagg: a mask for secure aggregation"
 
 
 def mask(secret: bytes, modulus: int, shapes: list[tuple[int, ...]]) -> list[NDArray[np.int64]]:
-    """Numbers uniform over the modulus, a power of two up to 2^32, that nobody can tell from chance without the secret: AES-256 in
-    counter mode. A secret masks one round's vector, so that no part of the stream is used twice."""
+    """Numbers uniform over the modulus, a power of two up to 2^32, which look random without the secret: AES-256 in counter mode. A
+    secret masks one round's vector, so no part of the stream is used twice."""
     assert modulus.bit_count() == 1
     assert modulus <= 2**32
     key = HKDF(hashes.SHA256(), length=32, salt=None, info=PURPOSE).derive(secret)
@@ -42,7 +42,7 @@ def mask(secret: bytes, modulus: int, shapes: list[tuple[int, ...]]) -> list[NDA
 
 
 def packed(numbers: NDArray[np.int64]) -> bytes:
-    """Masked numbers are below 2^32: half of the bytes that Flower sends are zeros."""
+    """Masked numbers in 32 bits each: they are below 2^32, so half of the bytes that Flower sends are zeros."""
     return ndarray_to_bytes(numbers.astype(np.uint32))
 
 
@@ -51,8 +51,8 @@ def unpacked(data: bytes) -> NDArray[np.int64]:
 
 
 def with_names(function: Callable[..., Any], **others: Any) -> FunctionType:
-    """A copy of one of Flower's functions that finds other things under some of its names. Flower's own, which other apps of the
-    same process may use, stays as it is."""
+    """A copy of one of Flower's functions in which some global names refer to other objects. Flower's own function, which other
+    apps in the process may use, is not changed."""
     assert isinstance(function, FunctionType)
     if not set(others) <= set(names(function.__code__)):
         fix = f"Flower {package_version} masks in a way that fedagg does not know; install flwr 1.41"

@@ -1,4 +1,4 @@
-"""Who is there: which node holds which partition of the data, and how much of it."""
+"""The members of a federation: which node holds which partition of the data, and how many samples."""
 
 from __future__ import annotations
 
@@ -21,37 +21,36 @@ log = getLogger("flwr").log
 
 
 class Lonely(FedaggError):
-    """Nobody is there to go on with."""
+    """No nodes are left to continue with."""
 
 
 @dataclass
 class Members:
-    """The connected nodes by the number of their partition, so that a client is the same whatever id its node has
-    today.
+    """The connected nodes by the number of their partition, so that a client stays the same whatever id its node has today.
 
-    Nobody is waited for: a new node is asked who it is, rounds go on, and it takes part once it has answered.
+    Rounds do not wait for new nodes: a new node is asked who it is, and takes part once it has answered.
     """
 
     layout: Layout
     task: str = CLASSIFICATION.name
-    subject: Mapping[str, Any] = field(default_factory=dict)  # what nodes are told of the task
+    subject: Mapping[str, Any] = field(default_factory=dict)  # what nodes are told about the task
     timeout: float = 3600.0  # seconds for a node's first answer: it may have to load its data
     nodes: dict[int, int] = field(default_factory=dict)  # client -> node
     sizes: dict[int, int] = field(default_factory=dict)  # client -> samples
-    refused: dict[int, str] = field(default_factory=dict)  # node -> why
-    failed: dict[int, str] = field(default_factory=dict)  # node -> what its last hello ended in; it is asked again
-    asked: dict[str, tuple[int, float]] = field(default_factory=dict)  # question -> node, and when its time is over
-    failures: dict[int, int] = field(default_factory=dict)  # node -> hellos in a row that came to nothing
+    refused: dict[int, str] = field(default_factory=dict)  # node -> reason
+    failed: dict[int, str] = field(default_factory=dict)  # node -> how its last hello failed; it is asked again
+    asked: dict[str, tuple[int, float]] = field(default_factory=dict)  # question -> node, and its deadline
+    failures: dict[int, int] = field(default_factory=dict)  # node -> number of failed hellos in a row
     rest: dict[int, float] = field(default_factory=dict)  # node -> when it may be asked again
 
     def refresh(self, grid: Grid) -> None:
-        """Forget nodes that left, ask new ones who they are, hear what those say that were asked."""
+        """Forget nodes that left, ask new ones who they are, and read the answers."""
         present = set(grid.get_node_ids())
         for client, node in list(self.nodes.items()):
             if node not in present:
                 log(WARNING, "client %s (node %s) has left", client, node)
                 del self.nodes[client]
-                self.refused.clear()  # one that was refused may have held the same partition
+                self.refused.clear()  # a refused node may have held the same partition
         self.refused = {node: why for node, why in self.refused.items() if node in present}
         for held in (self.failed, self.failures, self.rest):
             for node in held.keys() - present:
@@ -71,7 +70,7 @@ class Members:
             self.asked |= {question: (node, now + self.timeout) for question, node in given if question}
 
     def listen(self, grid: Grid) -> None:
-        """Answers of those that were asked, and whose time is over."""
+        """Read the answers, and give up on questions past their deadline."""
         if not self.asked:
             return
         for reply in sorted(grid.pull_messages(list(self.asked)), key=lambda r: r.metadata.src_node_id):
@@ -116,15 +115,15 @@ class Members:
             log(WARNING, "node %s is left out: %s", node, why)
 
     def fail(self, node: int, why: str) -> None:
-        """It may do better the next time, when its disk is mounted: it is asked again, less and less often. The log is told once,
-        however often it fails in the same way."""
+        """Note a failed hello. The node is asked again, less and less often: it may succeed later, e.g. when its disk is mounted.
+        Repeated failures of the same kind are logged once."""
         if self.failed.get(node) != why:
             log(WARNING, "node %s is left out until it answers; it failed: %s", node, why)
         self.failed[node], self.failures[node] = why, self.failures.get(node, 0) + 1
         self.rest[node] = time.monotonic() + pause(self.failures[node])
 
     def wait(self, grid: Grid, wanted: int, seconds: float) -> None:
-        """Until all are known that should be there, or the time is over."""
+        """Wait until all expected nodes are known, or the time is over."""
         end = time.monotonic() + seconds
         while True:
             self.refresh(grid)
@@ -133,7 +132,7 @@ class Members:
             time.sleep(0.5)
 
     def gather(self, grid: Grid, least: int, seconds: float) -> None:
-        """Until so many can take part. Raises Lonely when the time is over."""
+        """Wait until at least `least` nodes can take part. Raises Lonely when the time is over."""
         end, told = time.monotonic() + seconds, False
         while True:
             self.refresh(grid)
@@ -155,5 +154,5 @@ class Members:
 
 
 def pause(failures: int) -> float:
-    """Seconds before a node is asked again who it is: none at first, up to ten minutes in the end."""
+    """Seconds before a node is asked again who it is: none at first, at most ten minutes."""
     return 0.0 if failures < 3 else min(600.0, 5.0 * 2.0 ** min(failures - 3, 10))

@@ -1,8 +1,8 @@
-"""A round's work as a Flower message to one node, and the node's answer, both ways.
+"""A round's work as a Flower message to one node, and the node's answer; written and read here.
 
-The model travels as the one ArrayRecord of a message and comes back under the same keys, which is the form that
-Flower's own mods for clipping and noise expect; everything else is the one ConfigRecord on the way out, a
-MetricRecord and, where a method asks for more than the update, a ConfigRecord on the way back.
+The model is the only ArrayRecord of a message and comes back under the same keys, as Flower's own mods for clipping and noise
+expect. Everything else is one ConfigRecord on the way out; on the way back it is a MetricRecord and, if a method asks for more than
+the update, a ConfigRecord.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from fedagg.quantize import EXACT, Packed
 from fedagg.work import Chunk, ClientOptions, Job, Report, Work
 
 LOCAL = ("epochs", "batch_size", "momentum", "weight_decay", "clip")
-ABSURD = 1e30  # no loss that training can go on from is as large
-MOST_SAMPLES = 2**40  # nor does a node hold as many samples
-SLACK = 1e-4  # of a rate: nodes work in single precision, on devices of their own
+ABSURD = 1e30  # training cannot continue from a loss this large
+MOST_SAMPLES = 2**40  # no node holds as many samples
+SLACK = 1e-4  # tolerance for a rate: nodes work in single precision, on various devices
 
 
 class BadAnswer(Exception):
-    """An answer that cannot be used, and why, in a few words for the record."""
+    """An answer that cannot be used, with a short reason for the record."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ class Order:
     round: int
     step: int  # the pass within the round
     seed: int
-    run: int  # a number of the run's own, for those who remember
-    accepted: tuple[int, int]  # round and pass of the node's last answer that counted
+    run: int  # identifies the run, for nodes that remember
+    accepted: tuple[int, int]  # round and pass of the node's last accepted answer
     method: str
     options: dict[str, Any]
     custom: tuple[str, ...] = ()  # which of `loss` and `step` are the method's own
-    epochs: int = 0  # that the node is to do, of those in `local`
-    test: bool = False  # is the model to be tested before it is trained?
-    veil: bool = False  # is it under secure aggregation?
-    longest: float | None = None  # and, with noise, the greatest length of the answer
+    epochs: int = 0  # how many of the epochs in `local` the node is to do
+    test: bool = False  # test the model before training it?
+    veil: bool = False  # under secure aggregation?
+    longest: float | None = None  # the largest length of the answer, for secure aggregation with noise
 
 
 def arrays(model: Model) -> ArrayRecord:
@@ -70,11 +70,11 @@ def vector(record: ArrayRecord, key: str, size: int) -> Tensor:
     if key not in record:
         raise BadAnswer(f"sent no {key}")
     try:
-        # `numpy()` reads the .npy format with pickling switched off; what it cannot read raises.
+        # `numpy()` reads the .npy format with pickling disabled; anything unreadable raises an error.
         value = record[key].numpy()
     except Exception:
         raise BadAnswer(f"sent {key} that cannot be read") from None
-    # An archive of arrays is read without complaint, too, and is none.
+    # An archive of arrays is read without an error too, but is not an array.
     if not isinstance(value, np.ndarray) or value.shape != (size,) or value.dtype not in (np.float32, np.float64):
         raise BadAnswer(f"sent {key} of the wrong shape")
     with np.errstate(over="ignore"):
@@ -82,7 +82,7 @@ def vector(record: ArrayRecord, key: str, size: int) -> Tensor:
 
 
 def for_one(work: Work, position: int) -> Work:
-    """The work as one participant sees it, with its own rates and its own bound of them."""
+    """The work for one participant, with its own rates and its own bound for them."""
     own = work.of([position])
     return replace(own, rate=own.rate.view(-1), high=float(own.high))
 
@@ -104,14 +104,14 @@ def unraw(value: object, shape: tuple[int, ...]) -> Tensor:
 
 
 def write_order(order: Order, packed: Packed | None) -> tuple[ArrayRecord, ConfigRecord]:
-    """`packed` is the field as the downlink rounded it; without it the field goes as it is."""
+    """The order as records. `packed` is the field as the downlink rounded it; without it the field is sent unchanged."""
     work, config = order.work, ConfigRecord()
     config["round"], config["pass"], config["seed"] = order.round, order.step, order.seed
     config["accepted"] = list(order.accepted)
     for name, value in asdict(order.local).items():
         if name in LOCAL:
             config[name.replace("_", "-")] = value
-    config["epochs"] = order.epochs  # how many there could be, the rates say
+    config["epochs"] = order.epochs  # the rates say how many there could be
     if order.test:
         config["test"] = True
     config["optimizer"], config["augment"] = order.local.optimizer, order.local.augment
@@ -130,7 +130,7 @@ def write_order(order: Order, packed: Packed | None) -> tuple[ArrayRecord, Confi
         config["mask"] = np.packbits(work.mask.cpu().numpy() > 0).tobytes()
     if work.represent is not None:
         config["represent"] = work.represent
-    if work.custom:  # functions do not travel: the node's own copy of the method has them
+    if work.custom:  # functions are not sent: the node's own copy of the method has them
         config["custom"] = [name for name in ("loss", "step") if getattr(work, name) is not None]
     if work.memory or work.custom:
         config["run"], config["method"], config["options"] = f"{order.run:x}", order.method, json.dumps(order.options)
@@ -191,7 +191,7 @@ def read_order(content: RecordDict, layout: Layout) -> Order:
 
 
 def write_answer(chunk: Chunk, model: Model, samples: int, tests: Mapping[str, Any]) -> RecordDict:
-    """`tests` are the test results that go along."""
+    """The answer as a record. `tests` are test results to send along."""
     content = RecordDict(
         {
             "arrays": arrays(Model(model.w + chunk.delta[0], chunk.buffers[0])),
@@ -205,15 +205,15 @@ def write_answer(chunk: Chunk, model: Model, samples: int, tests: Mapping[str, A
 
 
 def reported(chunk: Chunk) -> dict[str, Any]:
-    """The numbers that the chunk's one client tells of its training, by name: one each, and a list of rates."""
+    """The numbers that the chunk's only client reports about its training, by name: one each, and a list of rates."""
     return {f.name: getattr(chunk, f.name)[0].tolist() for f in fields(Report)}
 
 
 def read_answer(
     content: RecordDict, job: Job, model: Model, work: Work, local: ClientOptions, layout: Layout, head: nn.Module | None = None
 ) -> Chunk:
-    """One node's answer as a chunk of one client. What is finite and what is too long is judged later, with
-    everybody's. `head` is the layer whose input the work asks to represent."""
+    """One node's answer as a chunk of one client. Non-finite and overlong updates are judged later, together with all others.
+    `head` is the layer whose input the work asks to represent."""
     record, metrics = one(content.array_records), one(content.metric_records)
     mine = read_model(record, layout)
     told = read_report(metrics, job, work, local)
@@ -237,11 +237,11 @@ def read_answer(
 
 
 def read_report(told: Any, job: Job, work: Work, local: ClientOptions) -> dict[str, Any]:
-    """A node's own numbers, by name. Methods divide by steps and rates, so these are not taken on trust: the work and the node's
-    samples say how many steps there are, and what the rates may be.
+    """A node's own numbers, by name. Methods divide by steps and rates, so these are not trusted: the work and the node's samples
+    determine the number of steps and the possible rates.
 
-    Training that blew up gives a loss that is not finite, and whatever else: it is judged later, with everybody's, and
-    the method learns of it.
+    Training that diverged may give a loss that is not finite, and any other numbers. It is judged later, together with all others,
+    and the method learns of it.
     """
     found: dict[str, Any] = {f.name: number(told.get(f.name)) for f in fields(Report) if f.name != "rates"}
     rates = told.get("rates")
@@ -265,18 +265,18 @@ def read_report(told: Any, job: Job, work: Work, local: ClientOptions) -> dict[s
 
 
 def possible(rates: Tensor, work: Work, position: int) -> bool:
-    """Can a node that did the work have come to these rates?"""
+    """Can a node that did the work have these rates?"""
     work = for_one(work, position)
     low = high = work.rate[: len(rates)]
     if work.slope is not None and work.field is not None:
         ends = torch.tensor([-math.inf, math.inf], dtype=torch.float64)
         low, high = bound_rates(ends, work.low, work.high).unbind()
-    tiny = torch.finfo(torch.float32).tiny  # what is smaller may arrive as zero
+    tiny = torch.finfo(torch.float32).tiny  # smaller values may arrive as zero
     return bool(((rates >= low * (1 - SLACK) - tiny) & (rates <= high * (1 + SLACK) + tiny)).all())
 
 
 def class_table(classes: object, counts: object, head: nn.Module) -> tuple[Tensor, Tensor]:
-    """Means by class and how many there are of each: as many rows as the head tells classes apart, as long as what it takes."""
+    """Means and counts by class. There must be as many rows as the head has classes, each as long as the head's input."""
     if not isinstance(counts, bytes) or not isinstance(classes, bytes) or not counts or len(classes) % len(counts):
         raise BadAnswer("sent vectors of the wrong shape")
     rows, features = len(counts) // 4, len(classes) // len(counts)
@@ -290,10 +290,10 @@ def class_table(classes: object, counts: object, head: nn.Module) -> tuple[Tenso
 
 @torch.no_grad()
 def outputs(head: nn.Module, features: int) -> int | None:
-    """How many numbers a head in evaluation mode makes of so many; None if it does not take them."""
+    """How many outputs a head in evaluation mode has for this many features; None if it does not accept them."""
     try:
         return int(head(next(head.parameters()).new_zeros(1, features)).shape[-1])
-    except Exception:  # whatever a module of the user's says to an input that does not fit
+    except Exception:  # a user's module may raise anything for input that does not fit
         return None
 
 
@@ -304,7 +304,7 @@ def number(value: object) -> float:
 
 
 def numbers(value: object) -> list[float]:
-    """A list of numbers, or the JSON text of one: beside masked vectors no lists travel."""
+    """A list of numbers, or the JSON text of one, because lists cannot be sent beside masked vectors."""
     if isinstance(value, str):
         try:
             value = json.loads(value, parse_int=float)

@@ -1,4 +1,4 @@
-"""What a machine reads while a federation runs: figures for Prometheus, and log lines as JSON."""
+"""Machine-readable output of a running federation: figures for Prometheus, and log lines as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from fedagg.measure import ACCURACY, Measure
 
-# Name in the record, name for Prometheus, what it is. Of the last round, unless it says otherwise.
+# Name in the record, name for Prometheus, meaning. Values are of the last round unless the meaning says otherwise.
 FIGURES = (
     ("round", "round", "rounds done"),
     ("loss", "loss", "mean loss on all nodes' test samples together"),
@@ -33,7 +33,7 @@ TOTALS = (
 def exposition(
     history: Sequence[Mapping[str, Any]], about: Mapping[str, Any], rounds: int, metrics: Sequence[Measure] = (ACCURACY,)
 ) -> str:
-    """The state after the last round in Prometheus' text format. A figure that is not known yet is left out."""
+    """The state after the last round in Prometheus' text format. Unknown figures are left out."""
     last = history[-1]
     tested = {"loss", *(metric.key for metric in metrics)}
     lines: list[str] = []
@@ -67,17 +67,17 @@ def exposition(
 
 
 def escaped(text: str) -> str:
-    """In one line, as a label of the user's may not be."""
+    """The text on one line, which a user's label need not be."""
     return " ".join(text.split()).replace("\\", "\\\\")
 
 
 def plain(key: str) -> str:
-    """A name in letters that Prometheus takes."""
+    """A name in characters that Prometheus accepts."""
     return "".join(c if c.isascii() and c.isalnum() else "_" for c in key)
 
 
 def kind(cause: str) -> str:
-    """A few words, and no number of samples or steps in them: every new value would be a new series."""
+    """The cause without numbers of samples or steps: every new value would be a new series."""
     head = cause.split(",")[0].split(":")[0]
     return "".join(c for c in " ".join(w for w in head.split() if not any(d.isdigit() for d in w)) if c.isalnum() or c == " ")
 
@@ -97,7 +97,7 @@ class Lines(Formatter):
 
 
 def log_as_json() -> None:
-    """Flower's log, in which ours is, too: its console handlers write JSON from now on, and no empty lines."""
+    """Make the console handlers of Flower's log, which we use too, write JSON without empty lines."""
     logger = getLogger("flwr")
     for handler in [handler for handler in logger.handlers if isinstance(handler, StreamHandler)]:
         lines = StreamHandler(handler.stream)

@@ -1,4 +1,4 @@
-"""How many epochs each node has time for, by how long its last answers took."""
+"""How many epochs each node has time for, judged by the time of its last answers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from flwr.app import Message, MessageType
 
 from fedagg.faults import Faults
 
-ROOM = 0.8  # of `timeout` that an answer is meant to take: the next one may take longer
+ROOM = 0.8  # share of `timeout` that an answer should take: the next one may take longer
 
 
 @dataclass(frozen=True)
 class Slow(Faults):
-    """Clients that have time for some of their epochs only."""
+    """Clients that have time for only some of their epochs."""
 
     allotted: dict[int, int] = field(default_factory=dict)
 
@@ -26,17 +26,17 @@ class Slow(Faults):
 
 @dataclass
 class Pace:
-    """Seconds that nodes take for an epoch, with all that comes before and after it.
+    """Seconds that nodes need per epoch, including everything before and after it.
 
-    Where rounds close at a share of the answers, a node has the time that a round in which everybody did all epochs would take to
-    close. That does not depend on who does fewer epochs today: rounds do not get shorter and shorter.
+    If rounds close at a share of the answers, a node has as much time as a round would take to close if all nodes did all epochs.
+    This does not depend on which nodes currently do fewer epochs, so rounds do not get shorter and shorter.
     """
 
-    full: int  # epochs of a node that has the time
+    full: int  # epochs of a node that has enough time
     timeout: float
-    share: float  # of answers that ends a round
-    client: Callable[[int], int | None]  # by node
-    each: dict[int, float] = field(default_factory=dict)  # client -> seconds an epoch
+    share: float  # share of answers that ends a round
+    client: Callable[[int], int | None]  # the client of a node
+    each: dict[int, float] = field(default_factory=dict)  # client -> seconds per epoch
     out: dict[str, tuple[int, int, float]] = field(default_factory=dict)  # question -> client, its epochs, when it was asked
 
     def asked(self, question: str, message: Message) -> None:
@@ -45,8 +45,8 @@ class Pace:
             self.out[question] = (client, int(str(message.content.config_records["config"]["epochs"])), time.monotonic())
 
     def heard(self, question: str, failed: bool) -> None:
-        """An answer has come, in time or too late to be used. Of one that failed, the seconds say nothing; but Flower tells an
-        error, too, when the time for an answer is over."""
+        """Note an answer, in time or too late to be used. The time of a failed one says nothing, unless it failed because the time
+        for an answer was over, which Flower also reports as an error."""
         if question not in self.out:
             return
         client, epochs, since = self.out.pop(question)
@@ -57,21 +57,21 @@ class Pace:
             self.late(client, epochs)
 
     def late(self, client: int, epochs: int) -> None:
-        """One whose time was over without an answer is taken to need twice as long."""
+        """Assume that a node which did not answer in time needs twice as long."""
         self.each[client] = max(2 * self.timeout / epochs, self.each.get(client, 0.0))
 
     def missed(self) -> None:
-        """Give up on those whose time is over."""
+        """Give up on nodes whose time is over."""
         for question, (client, epochs, since) in list(self.out.items()):
             if time.monotonic() - since >= self.timeout:
                 del self.out[question]
                 self.late(client, epochs)
 
     def allot(self, clients: Iterable[int]) -> dict[int, int]:
-        """The epochs of each of these of whom something is known."""
+        """The epochs for each of these clients whose speed is known."""
         self.missed()
         now, known = time.monotonic(), dict(self.each)
-        for client, epochs, since in self.out.values():  # they are still at it
+        for client, epochs, since in self.out.values():  # these are still working
             known[client] = max(known.get(client, 0.0), (now - since) / epochs)
         here = {client: known[client] for client in clients if client in known}
         limit = ROOM * self.timeout

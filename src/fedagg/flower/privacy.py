@@ -1,7 +1,7 @@
-"""Differential privacy in the centre: clipped updates, and noise in their sum before anything is made of it.
+"""Central differential privacy: updates are clipped, and noise is added to their sum before it is used.
 
-What leaves the server is more than the next model: a mean field, rates, an optimiser's moments. Here the algorithm is
-given nothing but one noisy sum and what everybody knows, so that whatever it works out of them is as private as the sum.
+More leaves the server than the next model: a mean field, rates, an optimiser's moments. Here the algorithm receives only one noisy
+sum and public knowledge, so everything it computes from them is as private as the sum.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class Privacy:
     """How a client's part in the run is hidden.
 
     Args:
-        clipping_norm: the greatest length of a client's update; longer ones are shortened to it.
+        clipping_norm: the largest length of a client's update; longer ones are shortened to it.
         noise_multiplier: deviation of the noise in the sum of updates, as a multiple of `clipping_norm`.
-        delta: the δ for which the record tells ε.
-        ledger: the file in which all runs on the same nodes keep account; each run has its own in its folder, unless told.
-        epsilon_max: the run ends before ε, for a node whose data are exchanged for others, is greater.
+        delta: the δ for which the record reports ε.
+        ledger: the file in which all runs on the same nodes keep account; by default each run has its own in its folder.
+        epsilon_max: the run ends before ε, for a node whose data are replaced by others, exceeds this.
     """
 
     clipping_norm: float
     noise_multiplier: float
     delta: float = 1e-5
     ledger: str | None = None
-    epsilon_max: float | None = field(default=None, repr=False)  # a run may go on with another one
+    epsilon_max: float | None = field(default=None, repr=False)  # it may change when a run continues
 
     def __post_init__(self) -> None:
         for name in ("clipping_norm", "noise_multiplier"):
@@ -53,21 +53,21 @@ class Privacy:
             raise SettingError("epsilon-max", self.epsilon_max, "give a number above 0, or leave it out")
 
     def noisy(self, total: Tensor) -> Tensor:
-        """The noise is the system's, not the run's: whoever knows the run's seed must not know it."""
+        """The sum with noise from the system's generator, not the run's: knowing the run's seed must not reveal the noise."""
         noise = torch.from_numpy(np.random.default_rng().standard_normal(len(total)))
         return total + self.noise_multiplier * self.clipping_norm * noise
 
 
 def epsilon(releases: int, noise_multiplier: float, delta: float) -> float:
-    """The ε of so many noisy sums together, exactly: T of multiplier z are as one of z/√T (Dong, Roth, Su 2019)."""
+    """The exact ε of this many noisy sums together: T of multiplier z are equivalent to one of z/√T (Dong, Roth, Su 2019)."""
     return epsilon_of(math.sqrt(releases) / noise_multiplier, delta)
 
 
 def epsilon_of(mu: float, delta: float) -> float:
-    r"""The ε of Gaussian noise as long as 1/μ of what one client can move the sum.
+    r"""The ε of Gaussian noise with deviation 1/μ of what one client can move the sum.
 
-    It has $\delta = \Phi(-ε/μ + μ/2) - e^ε\,\Phi(-ε/μ - μ/2)$ (Balle, Wang 2018). Sums of different noise together have the root of
-    the sum of their μ² (Dong, Roth, Su 2019). That a round may have asked only some of the clients is not counted in favour.
+    It has $\delta = \Phi(-ε/μ + μ/2) - e^ε\,\Phi(-ε/μ - μ/2)$ (Balle, Wang 2018). For several sums with different noise, μ is the
+    root of the sum of their μ² (Dong, Roth, Su 2019). The gain from asking only some of the clients in a round is not counted.
     """
 
     def exceeds(eps: float) -> bool:
@@ -86,7 +86,7 @@ def epsilon_of(mu: float, delta: float) -> float:
 
 
 def planned(work: Work, moved: Tensor) -> Tensor:
-    """The rates of a client that moves evenly by `moved`, (L,): no client's own, but what the work itself says."""
+    """The rates of a client that moves evenly by `moved`, (L,): they follow from the work, not from any client's training."""
     high, epochs = float(torch.as_tensor(work.high).double().mean()), work.rate.shape[-1]
     work = replace(work, rate=work.rate.view(-1, epochs).mean(0), high=high)
     path = [(epoch / epochs * moved)[None] for epoch in range(epochs)]
@@ -94,7 +94,7 @@ def planned(work: Work, moved: Tensor) -> Tensor:
 
 
 def updates_only(work: Work, who: str) -> None:
-    """Refuse work whose answer is more than an update."""
+    """Refuse work that asks for more than an update."""
     if work.trace or work.represent is not None or work.memory:
         raise SettingError(who, True, "needs a method that asks for updates alone, such as fedavg, fedadam, fedcm or fedagg")
 
@@ -105,11 +105,11 @@ def clipped(delta: Tensor, longest: float) -> Tensor:
 
 @dataclass
 class PrivateClients(Clients):
-    """Participants of whom the algorithm, the record and the nodes learn one noisy sum.
+    """Participants of whom the algorithm, the record and the nodes learn only one noisy sum.
 
-    An answer that is missing or not finite counts as an update of zero: who answered well must not change what the sum
-    is divided by. Nobody is judged by comparison with the others, for that would make one client's part depend on
-    another's. `outcome` stays empty, so that the record holds nothing of a single client.
+    A missing or non-finite answer counts as an update of zero: the divisor of the sum must not depend on who answered well. No
+    client is judged by comparison with others, because that would make one client's part depend on another's. `outcome` stays
+    empty, so that the record holds nothing about a single client.
     """
 
     open: ClassVar[bool] = False
@@ -124,10 +124,10 @@ class PrivateClients(Clients):
         self.release()
         self.passes += 1
         mean = (self.privacy.noisy(total) / len(self.ids)).to(model.w)
-        return self.told(mean if work.mask is None else mean * work.mask, work, model)  # what is frozen is known to stand still
+        return self.told(mean if work.mask is None else mean * work.mask, work, model)  # frozen weights are known not to move
 
     def pooled(self, model: Model, work: Work, longest: float) -> Tensor:
-        """The sum of the updates, each cut to the longest length allowed."""
+        """The sum of the updates, each clipped to the largest allowed length."""
         total, answered = torch.zeros(len(model.w), dtype=torch.float64), 0
         for chunk in self.engine.run(model, work, self.jobs(), None):
             for job, delta in zip(chunk.jobs, chunk.delta.double(), strict=True):
@@ -142,7 +142,7 @@ class PrivateClients(Clients):
         return total
 
     def told(self, mean: Tensor, work: Work, model: Model) -> Outcome:
-        """The noisy mean update as an outcome in which every client did what the mean did."""
+        """The noisy mean update as an outcome in which every client did the same as the mean."""
         n, rates = len(self.ids), planned(work, mean)
         travel = float(rates.double().sum()) * self.reach
         along = mean @ work.field.T if work.field is not None else mean[:0]

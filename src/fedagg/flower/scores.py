@@ -1,7 +1,7 @@
-"""Test results: the sums that a node tells of a model, and the figures that the server makes of everybody's.
+"""Test results: the sums that a node reports about a model, and the server's figures for all nodes.
 
-A mean of the nodes' own figures would be another figure: R² and F1 of many samples are no means of those of their parts. Sums add
-up, and the score of the total is that of all test samples together.
+A mean of the nodes' own figures would be a different figure: R² and F1 of many samples are not means over their parts. Sums can be
+added, and the score of the total is that of all test samples together.
 """
 
 from __future__ import annotations
@@ -23,44 +23,44 @@ from fedagg.result import finite
 from fedagg.tasks import Metric, Task
 
 log = getLogger("flwr").log
-ALONG = "test-"  # before the names of test results that go along with an update
+ALONG = "test-"  # prefix of test results that are sent along with an update
 
 OwnMetric = Metric | Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What a node says of a model."""
+    """A node's test results for a model."""
 
-    samples: int  # that it was tested on
-    loss: float  # their mean
+    samples: int  # number of test samples
+    loss: float  # mean loss
     tallies: dict[str, list[float]]  # by metric: the sums over these samples
 
     def told(self, prefix: str = "") -> dict[str, Any]:
-        """By the names that a message has them under, the first two as Flower has them."""
+        """The results under their names in a message; the first two are Flower's own names."""
         named = {"num-examples": self.samples, "loss": self.loss, **self.tallies}
         return {prefix + name: value for name, value in named.items()}
 
     @property
     def numbers(self) -> int:
-        """That travel."""
+        """How many numbers are sent."""
         return 2 + sum(map(len, self.tallies.values()))
 
 
 def chosen(task: str | None, named: str | None, own: OwnMetric | None) -> Task:
-    """What a run learns, and the figures that nodes are asked for. Where one was chosen, the sums of no other travel."""
+    """The run's task, and the figures that nodes are asked for. If a metric was chosen, only its sums are sent."""
     found, metric = tasks.find(task or tasks.CLASSIFICATION.name), named if own is None else own
     return found if metric is None else replace(found.judged_by(metric), others=())
 
 
 def subject(task: Task, said: str | None) -> dict[str, Any]:
-    """What messages to nodes say of it: the task, if the settings `said` one, and which figures, where these are not its own."""
+    """What messages tell nodes about it: the task, if the settings `said` one, and the figures, if they are not the task's own."""
     usual = task.metrics == tasks.find(task.name).metrics
     return ({} if said is None else {"task": said}) | ({} if usual else {"metrics": [metric.key for metric in task.metrics]})
 
 
 def asked(told: Mapping[str, Any], own: OwnMetric | None) -> Task:
-    """On the node: the task of a message, with the figures that are asked for. Functions do not travel: the node has its `own`."""
+    """On the node: the task of a message, with the figures asked for. Functions are not sent: the node has its `own`."""
     task = tasks.find(str(told.get("task", tasks.CLASSIFICATION.name)))
     if "metrics" not in told:
         return task
@@ -72,7 +72,7 @@ def asked(told: Mapping[str, Any], own: OwnMetric | None) -> Task:
 
 
 def read(told: Any, metrics: Sequence[Metric], prefix: str = "") -> Scores | None:
-    """A node's test results; None of one that has nothing to test on."""
+    """A node's test results; None for a node without test samples."""
     size = told.get(prefix + "num-examples")
     if size is None or size == 0:
         return None
@@ -87,7 +87,7 @@ def read(told: Any, metrics: Sequence[Metric], prefix: str = "") -> Scores | Non
 def possible(metric: Metric, sums: list[float], samples: int) -> bool:
     try:
         return all(abs(value) < ABSURD for value in sums) and metric.possible(tensor(sums), samples)
-    except Exception:  # whatever a function of the user's says to numbers that do not fit
+    except Exception:  # a user's function may raise anything for numbers that do not fit
         return False
 
 
@@ -96,14 +96,14 @@ def tensor(sums: list[float]) -> Tensor:
 
 
 def unlike(scores: Mapping[int, Scores]) -> list[int]:
-    """Clients whose sums are of other lengths than most clients' are, so that they do not add up."""
+    """Clients whose sums have other lengths than those of most clients, so that they cannot be added."""
     lengths = {client: tuple(map(len, scores[client].tallies.values())) for client in sorted(scores)}
     ((usual, _),) = Counter(lengths.values()).most_common(1) or [((), 0)]
     return [client for client, found in lengths.items() if found != usual]
 
 
 def pooled(scores: Mapping[int, Scores], task: Task) -> dict[str, Any]:
-    """The figures of all nodes' test samples together; nothing where nobody has any."""
+    """The figures of all nodes' test samples together; empty if there are none."""
     if not scores:
         return {}
     every = scores.values()
@@ -116,7 +116,7 @@ def pooled(scores: Mapping[int, Scores], task: Task) -> dict[str, Any]:
 
 
 def one_by_one(number: int, scores: Mapping[int, Scores], task: Task) -> dict[str, Any]:
-    """Each node's own figures of the model that a round made, for clients.jsonl; none where its samples do not tell."""
+    """Each node's own figures for the model of a round, for clients.jsonl; none if its samples do not determine them."""
     known = sorted(scores.items())
     columns: dict[str, list[Any]] = {name: [getattr(one, name) for _, one in known] for name in ("samples", "loss")}
     for metric in task.metrics:
@@ -125,7 +125,7 @@ def one_by_one(number: int, scores: Mapping[int, Scores], task: Task) -> dict[st
 
 
 def figure(metric: Metric, sums: list[float], whose: str) -> float:
-    """The score of sums. A function of the user's may not take them: what nodes send is not to end a run."""
+    """The score of sums. A user's function may fail on what nodes send, and this must not end a run."""
     try:
         return float(metric.score(tensor(sums)))
     except Exception as error:

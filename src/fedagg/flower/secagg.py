@@ -1,9 +1,9 @@
-"""Secure aggregation: rounds in which the server learns sums of updates and nobody's own.
+"""Secure aggregation: rounds in which the server learns sums of updates, but no node's own update.
 
-Under Flower's SecAgg+ the vectors are masked on the nodes, so that only their sum can be read. It is one sum, weighted by sample
-counts. A second one with other weights, such as the plain mean, would be a second equation: the update of a node that has as many
-samples as no other could be worked out from the two. What a method needs besides is made of this sum and a few numbers of each
-node. Flower's protocol is written for its older strategies; what it asks of one, `Veil` answers.
+Under Flower's SecAgg+ the nodes mask their vectors so that only the sum can be read. It is a single sum, weighted by sample counts.
+A second one with other weights, such as the plain mean, would be a second equation: if one node's sample count differs from all
+others, its update could be computed from the two. Whatever else a method needs is made from this sum and a few numbers of each
+node. Flower's protocol expects one of its older strategies; `Veil` takes that part.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from fedagg.flower.messages import BadAnswer, number, numbers, read_report, repo
 from fedagg.flower.privacy import PrivateClients, clipped
 from fedagg.work import Chunk, ClientOptions, Job, Work
 
-CLIP = 8.0  # numbers beyond are cut off before they are masked
-LEVELS = 2**22  # that a number is rounded to
+CLIP = 8.0  # larger numbers are cut off before masking
+LEVELS = 2**22  # levels to which a number is rounded
 NO_SUM = "secure aggregation gave a sum that cannot be"
-MODULUS = 2**32  # of the masks: a sum of more than MODULUS / LEVELS nodes would run over
+MODULUS = 2**32  # of the masks: a sum over more than MODULUS / LEVELS nodes would overflow
 
 
 def veiled_answer(chunk: Chunk, work: Work, samples: int, tests: Mapping[str, Any]) -> RecordDict:
-    """On the node: the vector to be masked, and the numbers that go in the clear. SecAgg+ averages by sample counts."""
+    """On the node: the vector to be masked, and the numbers sent in the clear. SecAgg+ averages by sample counts."""
     delta = chunk.delta[0]
     along = chunk.delta @ work.field.T if work.field is not None else chunk.delta[:, :0]
     told = {
@@ -55,8 +55,8 @@ def veiled_answer(chunk: Chunk, work: Work, samples: int, tests: Mapping[str, An
 
 
 def private_answer(chunk: Chunk, longest: float, tests: Mapping[str, Any]) -> RecordDict:
-    """The same where noise is to hide the node: no longer than allowed, and no number of its training beside it. Masked numbers are
-    rounded by up to a level each; there is room for that within the length."""
+    """The same with noise to hide the node: no longer than allowed, and without numbers about its training. Masking rounds each
+    number by up to one level; the length leaves room for that."""
     delta = chunk.delta[0].cpu().double()
     if not bool(torch.isfinite(delta).all()):
         delta = torch.zeros_like(delta)
@@ -71,7 +71,7 @@ def answer(delta: Tensor, weight: int, told: Mapping[str, Any]) -> RecordDict:
 
 
 def clear_numbers(told: Any, job: Job, work: Work, local: ClientOptions) -> dict[str, Any]:
-    """On the server: the same numbers, by name. Raises BadAnswer where they cannot be."""
+    """On the server: the same numbers, by name. Raises BadAnswer if they are impossible."""
     found = read_report({**told, "rates": numbers(told.get("rates"))}, job, work, local)
     norm2, along = number(told.get("norm2")), numbers(told.get("along"))
     if len(along) != (0 if work.field is None else len(work.field)):
@@ -82,13 +82,13 @@ def clear_numbers(told: Any, job: Job, work: Work, local: ClientOptions) -> dict
 
 
 def majority(nodes: int) -> int:
-    """Shares that open a node's mask. A node hands out, of every other, a share of its mask or one of its key: with more than half
-    of all shares needed, nobody gets both."""
+    """The number of shares that open a node's mask. For every other node, a node reveals a share either of its mask or of its key:
+    if more than half of all shares are needed, nobody can get both."""
     return nodes // 2 + 1
 
 
 def summable(work: Work) -> None:
-    """Refuse work whose answer is more than an update and the numbers."""
+    """Refuse work that asks for more than an update and the numbers."""
     if work.trace or work.represent is not None:
         fix = "the server sees no node's own vectors; choose a method other than fedgh and the paper's variant of fedagg"
         raise SettingError("secure", True, fix)
@@ -101,7 +101,7 @@ class Proxy:
 
 @dataclass
 class Veil:
-    """What the protocol wants of a strategy: whom to ask, and where to put the result."""
+    """What the protocol expects of a strategy: whom to ask, and where to put the result."""
 
     orders: dict[int, RecordDict]  # by node
     answers: dict[int, FitRes] = field(default_factory=dict)
@@ -115,7 +115,7 @@ class Veil:
 
 
 class Workflow(SecAggPlusWorkflow):
-    """Flower's SecAgg+, with our orders in the place of its own, and the nodes' masks."""
+    """Flower's SecAgg+ with our orders in place of its own, and with the nodes' masks."""
 
     collect_masked_vectors_stage = with_names(SecAggPlusWorkflow.collect_masked_vectors_stage, bytes_to_ndarray=unpacked)
     unmask_stage = with_names(SecAggPlusWorkflow.unmask_stage, pseudo_rand_gen=mask)
@@ -127,7 +127,7 @@ class Workflow(SecAggPlusWorkflow):
 
 
 class Messenger(Protocol):
-    """What a secure round needs of the strategy."""
+    """What a secure round needs from the strategy."""
 
     grid: Grid | None
     members: Members
@@ -141,10 +141,10 @@ class Messenger(Protocol):
 
 
 def collect(clients: Clients, strategy: Messenger, model: Model, work: Work, longest: float | None = None) -> dict[int, FitRes]:
-    """Ask all participants under SecAgg+. The answers that came hold the mean of the updates, by sample counts; where updates are
-    cut to a longest length, the plain one. Nobody's, if the protocol broke off."""
+    """Ask all participants under SecAgg+. Each answer received holds the mean of the updates, weighted by sample counts, or the
+    plain mean if updates are clipped to `longest`. Empty if the protocol failed."""
     assert strategy.grid is not None
-    strategy.ask([])  # the protocol has its own four rounds of messages: wait for the strategy's turn to receive
+    strategy.ask([])  # the protocol has its own four rounds of messages: wait until the strategy may receive
     jobs = clients.jobs()
     orders: dict[int, RecordDict] = {}
     for job in jobs:
@@ -169,7 +169,7 @@ def collect(clients: Clients, strategy: Messenger, model: Model, work: Work, lon
     try:
         flow(strategy.grid, context)
     except (LookupError, TypeError, ValueError) as error:
-        # Flower's protocol takes what nodes send on trust, and does not say whose message it could not read.
+        # Flower's protocol trusts what nodes send, and does not say whose message it could not read.
         clients.left_out.update({job.client: f"secure aggregation broke off: {type(error).__name__}" for job in jobs})
         return {}
     answers = {job.client: veil.answers.get(strategy.members.nodes[job.client]) for job in jobs}
@@ -177,15 +177,14 @@ def collect(clients: Clients, strategy: Messenger, model: Model, work: Work, lon
     for client, answer in given.items():
         strategy.hear_scores(client, answer.metrics)
     clients.left_out.update({job.client: "no answer in time" for job in jobs if job.client not in given})
-    clients.bytes_up += len(given) * 4 * len(model.w)  # masked numbers travel as 32-bit integers
+    clients.bytes_up += len(given) * 4 * len(model.w)  # masked numbers are sent as 32-bit integers
     clients.samples_seen += sum(len(job.samples) for job in jobs if job.client in given) * clients.epochs
     return given
 
 
 @dataclass
 class VeiledClients(Clients):
-    """Participants whose updates the server sees in sums only. One bad update cannot be taken out again: it spoils
-    the round."""
+    """Participants whose updates the server sees only as sums. A bad update cannot be taken out again, so it spoils the round."""
 
     open: ClassVar[bool] = False
     strategy: Messenger | None = None
@@ -203,7 +202,7 @@ class VeiledClients(Clients):
         return self.outcome
 
     def numbers(self, given: dict[int, FitRes], jobs: dict[int, Job], work: Work) -> list[dict[str, Any]]:
-        """Everybody's, or the round is skipped: whose numbers are no good is in the sum all the same."""
+        """The numbers of all participants. If any are bad the round is skipped, because their update is already in the sum."""
         rows: list[dict[str, Any]] = []
         for client, answer in given.items():
             try:
@@ -250,8 +249,8 @@ class VeiledClients(Clients):
 
 @dataclass
 class VeiledPrivateClients(PrivateClients):
-    """Participants whose updates the server sees in sums only, and the rest of the world in noisy sums. The nodes cut their own
-    updates, for nobody else sees them. Whatever goes wrong, the round tells a sum: then it is noise alone."""
+    """Participants whose updates the server sees only as sums, and everyone else as noisy sums. Nodes clip their own updates,
+    because nobody else sees these. Whatever fails, the round releases a sum: then it is noise alone."""
 
     strategy: Messenger | None = None
 
@@ -265,7 +264,7 @@ class VeiledPrivateClients(PrivateClients):
 
 
 def mean_of(given: dict[int, FitRes], model: Model) -> Tensor | None:
-    """The mean that the protocol gave every answer; None of one that cannot be."""
+    """The mean that the protocol put into every answer; None if it is impossible."""
     (mean,) = parameters_to_ndarrays(next(iter(given.values())).parameters)
     fits = mean.shape == model.w.shape and np.isfinite(mean).all()
     return torch.from_numpy(np.ascontiguousarray(mean, dtype=np.float64)) if fits else None

@@ -1,4 +1,4 @@
-"""The ServerApp: a run's settings from Flower's run configuration, and all rounds."""
+"""The ServerApp: reads a run's settings from Flower's run configuration, and plays all rounds."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ OWN: dict[str, type] = {
 }
 PRIVACY: dict[str, type] = {"clipping-norm": float, "noise-multiplier": float, "delta": float, "epsilon-max": float, "ledger": str}
 KINDS = {str: "a text", float: "a number", int: "a whole number", bool: "true or false"}
-FIELD_BITS = 3  # at which FedAgg's mean field travels, unless told: within 0.3 points of exact, at 1.05 times FedAvg's bytes
+FIELD_BITS = 3  # default bits of FedAgg's mean field: within 0.3 points of exact, at 1.05 times FedAvg's bytes
 CUSTOM = {"dataset": "custom", "model": "custom", "partition": "custom", "participation": 1.0}
 
 
 def server_app(model: Callable[[], nn.Module], *, metric: OwnMetric | None = None) -> ServerApp:
-    """A ServerApp that trains the network which `model` makes, under the settings in `[tool.flwr.app.config]`.
+    """A ServerApp that trains the network which `model` makes, with the settings in `[tool.flwr.app.config]`.
 
-    They are the command line's options (`algorithm`, `rounds`, `lr`, `downlink-bits`, ...), of which `clients`, the
-    number of nodes, must be given, and some of its own: `out`, the run folder; `timeout`, seconds for an answer;
-    `quorum`, answers that a round needs; `wait`, seconds to wait for all nodes before the first round; `patience`,
-    seconds to wait for nodes when none are left; `close-at`, share of answers that end a round; `fewer-epochs`, for nodes
-    that are too slow for it; `test-apart`, to test in messages of their own; `secure`, to aggregate under SecAgg+; `log`,
-    text or json; `track`, trackers as of `fedagg run`; and for differential privacy `clipping-norm`, `noise-multiplier`,
-    `delta`, `epsilon-max` and `ledger`. `metric` is one of your own to judge the run by; give it to `client_app` as well.
+    Settings are the command line's options (`algorithm`, `rounds`, `lr`, `downlink-bits`, ...), of which `clients`, the number of
+    nodes, is required. There are some more: `out`, the run folder; `timeout`, seconds for an answer; `quorum`, answers that a round
+    needs; `wait`, seconds to wait for all nodes before the first round; `patience`, seconds to wait for nodes when none are left;
+    `close-at`, share of answers that end a round; `fewer-epochs`, for nodes that are too slow for it; `test-apart`, to test in
+    separate messages; `secure`, to aggregate under SecAgg+; `log`, text or json; `track`, trackers as in `fedagg run`; and for
+    differential privacy `clipping-norm`, `noise-multiplier`, `delta`, `epsilon-max` and `ledger`. `metric` is your own metric for
+    the run; give it to `client_app` as well.
     """
     app = ServerApp()
 
@@ -89,7 +89,7 @@ def split(given: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
     settings = {**CUSTOM, **{key.replace("-", "_"): value for key, value in given.items()}}
     if settings.get("algorithm", Config.model_fields["algorithm"].default) == "fedagg":
         settings.setdefault("downlink_bits", FIELD_BITS)
-    made = config.make(settings)  # which loads the plugin, if there is one
+    made = config.make(settings)  # this loads the plugin, if there is one
     for name in named(own.get("track", "")):
         trackers.TRACKERS.find(name)
         if "out" not in own:

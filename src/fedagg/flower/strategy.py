@@ -1,7 +1,7 @@
 """The server's side: every method of the package as a Flower strategy, with the simulator's own code.
 
-A round is `algorithm.round(model, clients)`, as in the simulator; only the engine under `clients` is another one: it
-sends a message to each node and makes of the replies what an engine makes of its own training.
+A round is `algorithm.round(model, clients)`, as in the simulator. Only the engine behind `clients` differs: it sends a message to
+each node and turns the replies into what other engines make by training.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ log = getLogger("flwr").log
 NEVER = (-1, -1)
 FIGURES = "metrics.prom"  # for Prometheus, after every round
 LEDGER = "ledger.jsonl"  # the run's own account of noisy sums
-# Settings of the configuration that nothing here would heed.
+# Settings that have no effect here.
 SIMULATED = (
     *("normalize", "validation", "per_client", "client_test", "personal"),
     *("dropout_rate", "straggler_rate", "corrupt_rate", "flip_rate"),
 )
-MOST_VEILED = 1024  # more would run over the modulus of SecAgg+
-GREETING = 120.0  # seconds at least that a node has to say who it is: nobody waits for it
+MOST_VEILED = 1024  # more would overflow the modulus of SecAgg+
+GREETING = 120.0  # minimum of seconds for a node to say who it is: nothing waits for it
 LATE, GONE = "no answer in time", "left during the round"
-# What Flower itself answers for a node, in the record's words.
+# Flower's own error codes for a node, as causes in the record.
 CAUSES = {ErrorCode.MESSAGE_UNAVAILABLE: LATE, ErrorCode.NODE_UNAVAILABLE: GONE}
 ABSENT = (LATE, GONE)
 Ask = Callable[[list[Message]], list[Message]]
@@ -69,7 +69,7 @@ Ask = Callable[[list[Message]], list[Message]]
 
 @dataclass
 class Remote:
-    """An engine whose clients are elsewhere."""
+    """An engine whose clients are remote."""
 
     strategy: FedAggStrategy
     t: int
@@ -82,8 +82,7 @@ class Remote:
         orders = {job.client: strategy.order(model, work, job, self.t, self.step) for job in jobs}
         replies = strategy.ask(list(orders.values()))
         self.step += 1
-        # An error that Flower reports for a node does not always come from the node: what it is a reply to says whom
-        # it is about.
+        # An error that Flower reports may not come from the node it concerns: the message it replies to tells which node that is.
         sent = {order.metadata.message_id: client for client, order in orders.items()}
         wanted = {job.client: job for job in jobs}
         head = strategy.head(work.represent)
@@ -105,12 +104,12 @@ class Remote:
                 job = wanted[client]
                 chunk = messages.read_answer(reply.content, job, model, work, strategy.server.options, strategy.layout, head)
                 if work.mask is not None:
-                    chunk.delta *= work.mask  # noise that a node adds to all of its answer must not move what is frozen
+                    chunk.delta *= work.mask  # noise that a node adds to its whole answer must not move frozen weights
                 chunks[client] = chunk
                 del self.left_out[client]
             except BadAnswer as bad:
                 self.left_out[client] = str(bad)
-        # Under privacy a round must not tell how many answered: what is missing counts as zero.
+        # Under privacy a round must not reveal how many answered: missing answers count as zero.
         if len(chunks) < strategy.quorum and strategy.privacy is None:
             raise TooFew
         for job in jobs:
@@ -120,18 +119,18 @@ class Remote:
 
 @dataclass
 class Turn:
-    """One round under way."""
+    """One round in progress."""
 
     t: int
     clients: Clients
     began: float
     talk: Conversation[list[Message], list[Message], bool] | None = None
     remarks: dict[int, str] = field(default_factory=dict)
-    sought: set[int] = field(default_factory=set)  # who is asked to test the model of the round before, which training begins with
-    before: dict[int, Scores] = field(default_factory=dict)  # and what they found
-    tests: list[Message] = field(default_factory=list)  # the questions of an evaluation in messages of its own
-    skipped: bool = True  # until there is a new model
-    kept: bool = False  # nobody answered: it is to be done again
+    sought: set[int] = field(default_factory=set)  # who is asked to test the last round's model, with which training begins
+    before: dict[int, Scores] = field(default_factory=dict)  # and their results
+    tests: list[Message] = field(default_factory=list)  # the questions of an evaluation in separate messages
+    skipped: bool = True  # no new model yet
+    kept: bool = False  # nobody answered: repeat the round
 
 
 class FedAggStrategy(Strategy):
@@ -140,19 +139,19 @@ class FedAggStrategy(Strategy):
     Args:
         module: the global network; training starts from its weights.
         config: the settings of the run; `clients` is the size of the federation.
-        out: the run folder on the server. One that holds a run already is gone on with.
+        out: the run folder on the server. If it holds a run already, that run is continued.
         timeout: seconds that a node has for its answer.
         quorum: usable answers that a round needs; with fewer it is skipped.
         patience: seconds to wait for nodes when fewer than the quorum are there, or none answers. Then the run ends with an error,
-            and the same command goes on with the same round.
-        close_at: share of those asked whose answers end a round; the rest are left out of it.
-        fewer_epochs: give nodes that are too slow for `timeout` or `close_at` fewer epochs, by how long their last answers took.
-        test_apart: test the model that would be kept, in messages of their own to all nodes. Without it, a round's participants
-            test the model that they are sent to train, and it travels once.
-        secure: aggregate under Flower's SecAgg+, so that the server sees the sum of all updates and nobody's own.
-        privacy: clip updates and add noise to their sum, before the method makes anything of it.
-        metric: one of your own to judge the run by, as of `fedagg.run`; the nodes' `client_app` must have the same.
-        callbacks: watch the run, as those of `fedagg.run` do; one whose `round_done` returns True stops it.
+            and the same command continues with the same round.
+        close_at: share of those asked whose answers end a round; the others are left out of it.
+        fewer_epochs: give nodes that are too slow for `timeout` or `close_at` fewer epochs, by the time of their last answers.
+        test_apart: test the model that would be kept, in separate messages to all nodes. By default, a round's participants test
+            the model that they are sent to train, and it is sent once.
+        secure: aggregate under Flower's SecAgg+, so that the server sees the sum of all updates but no single one.
+        privacy: clip updates and add noise to their sum, before the method uses it.
+        metric: your own metric for the run, as in `fedagg.run`; the nodes' `client_app` must have the same.
+        callbacks: watch the run, as in `fedagg.run`; one whose `round_done` returns True stops it.
     """
 
     def __init__(
@@ -217,13 +216,13 @@ class FedAggStrategy(Strategy):
         self.server.connect(lambda: sorted(self.members.nodes), self.enlist)
         self.accepted: dict[int, tuple[int, int]] = {}
         self.done, self.seconds = 0, 0.0
-        self.token = secrets.randbits(62)  # of this run, so that nodes do not take what they remember of another for it
+        self.token = secrets.randbits(62)  # identifies this run, so that nodes do not use what they remember of another
         self.turn: Turn | None = None
         self.silent: float | None = None  # since when nobody has answered
         self.grid: Grid | None = None
         self.extra = ConfigRecord()
         self.ask: Ask = list
-        self.result: outcome.Result | None = None  # when all rounds are done
+        self.result: outcome.Result | None = None  # set when all rounds are done
         self.stopped = False  # by a callback
         self.heads: dict[str, nn.Module] = {}
         self.about: list[dict[str, Any]] = []  # this process's lines of clients.jsonl
@@ -245,10 +244,10 @@ class FedAggStrategy(Strategy):
             path = folder / LEDGER if folder is not None else None
             self.ledger = Ledger(privacy, Path(privacy.ledger) if privacy.ledger else path)
 
-    # What Flower asks of a strategy, in the order it asks.
+    # What Flower calls in a strategy, in that order.
 
     def run(self, grid: Grid, wait: float = 600.0) -> Result:
-        """All rounds that are still to be done."""
+        """Play all remaining rounds."""
         grid = Closing(grid, self.close_at, self.pace) if self.close_at < 1 or self.pace is not None else grid
         with self.book:
             try:
@@ -260,7 +259,7 @@ class FedAggStrategy(Strategy):
             self.members.wait(grid, self.config.clients, wait)
             try:
                 result = self.start(grid, self.arrays(), num_rounds=self.config.rounds - self.done, timeout=self.timeout)
-                while self.done < self.config.rounds:  # rounds that nobody answered are still to be done
+                while self.done < self.config.rounds:  # includes rounds that nobody answered
                     result = self.start(grid, self.arrays(), num_rounds=self.config.rounds - self.done, timeout=self.timeout)
             except Lonely as why:
                 raise FedaggError(f"round {self.done + 1}: {why}; {self.advice()}") from None
@@ -284,7 +283,7 @@ class FedAggStrategy(Strategy):
         log(INFO, "\t└──> %s weights, mean field at %s bits", self.layout.d, c.downlink_bits)
 
     def arrays(self) -> ArrayRecord:
-        """The global model as it stands."""
+        """The current global model."""
         return messages.arrays(self.server.model)
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
@@ -293,7 +292,7 @@ class FedAggStrategy(Strategy):
             raise Enough
         self.grid, self.extra = grid, config
         self.members.gather(grid, self.quorum, self.patience)
-        self.server.model = messages.read_model(arrays, self.layout)  # a wrapper may have added its noise
+        self.server.model = messages.read_model(arrays, self.layout)  # a wrapper may have added noise
         clients = self.server.clients(self.done)
         self.turn = Turn(self.done, clients, began)
         self.turn.talk = Conversation(self.play)
@@ -306,7 +305,7 @@ class FedAggStrategy(Strategy):
         turn, talk = self.turn, self.turn.talk
         if talk is not None and talk.question is not None:
             talk.answer(list(replies))
-            while talk.question is not None:  # a method that asks more than once a round
+            while talk.question is not None:  # a method may ask more than once a round
                 talk.answer(list(self.grid.send_and_receive(talk.question, timeout=self.timeout)))
         turn.skipped = talk is None or not talk.result
         self.mark(turn)
@@ -338,14 +337,14 @@ class FedAggStrategy(Strategy):
         return turn.tests
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """What the nodes' test results come to together; and the round's end: record, checkpoint."""
+        """Pool the nodes' test results and end the round: record, checkpoint."""
         assert self.turn is not None
         turn = self.turn
         if turn.kept:
             self.turn = None
             return None
         self.silent = None
-        self.announce()  # of the round before all is known now
+        self.announce()  # the round before is now complete
         row = describe(turn.t, turn.clients, self.server.algorithm, turn.skipped)
         found = self.scores(turn.tests, replies)
         row |= scores.pooled(found, self.task)
@@ -356,7 +355,7 @@ class FedAggStrategy(Strategy):
             log(INFO, "ε is %.4g, %.4g for a node whose data are exchanged", row["epsilon"], row["epsilon_replaced"])
         row["seconds"] = round(time.perf_counter() - turn.began, 6)
         about = describe_clients(turn.t, turn.clients) | {"nodes": self.members.names(turn.clients.ids)}
-        if self.privacy is None:  # the record then holds nothing of a single node
+        if self.privacy is None:  # under privacy the record holds nothing about a single node
             made = ((turn.t, turn.before), (turn.t + 1, found))
             tests = [scores.one_by_one(number, each, self.task) for number, each in made if each]
             about |= {"tests": tests} if tests else {}
@@ -374,7 +373,7 @@ class FedAggStrategy(Strategy):
         return MetricRecord({name: row[name] for name in ("loss", *(m.key for m in self.task.metrics))}) if found else None
 
     def finish(self, arrays: ArrayRecord) -> None:
-        """The final model and figures, once all rounds are done."""
+        """Save the final model and figures, when all rounds are done."""
         self.server.model = messages.read_model(arrays, self.layout)
         self.announce()
         score, best, loss = outcome.scores(self.book.history, self.task.metric)
@@ -400,12 +399,12 @@ class FedAggStrategy(Strategy):
 
     @property
     def untested(self) -> bool:
-        """Does the last round's model wait for its test? The next round's participants do it, when they are sent it to train."""
+        """Is the last round's model not tested yet? The next round's participants test it when they are sent it to train."""
         due = self.done > 0 and self.server.due(self.done - 1)
         return due and not self.test_apart and self.task.metric.key not in self.book.history[-1]
 
     def mark(self, turn: Turn) -> None:
-        """What the round's participants found of the model that they began with is booked on the round that made it."""
+        """Book the participants' test results for the model they began with on the round that made it."""
         turn.before = self.alike(turn.before)
         if turn.before:
             row = self.book.history[-1]
@@ -415,13 +414,13 @@ class FedAggStrategy(Strategy):
             log(INFO, "after round %s: %s, loss %.4f", row["round"], figures, row["loss"])
 
     def alike(self, found: dict[int, Scores]) -> dict[int, Scores]:
-        """Those that add up."""
+        """The results that can be added."""
         for client in (odd := scores.unlike(found)):
             self.remark(client, "sent test results of another length than most; not used")
         return {client: each for client, each in found.items() if client not in odd}
 
     def hear_scores(self, client: int, told: Any) -> None:
-        """Test results that came along with an answer, if they were asked for. The answer may be no good and these all the same."""
+        """Read test results sent along with an answer, if they were asked for. They may be usable even if the answer is not."""
         assert self.turn is not None
         if client in self.turn.sought and client not in self.turn.before:
             try:
@@ -431,7 +430,7 @@ class FedAggStrategy(Strategy):
                 self.remark(client, f"{bad}; not used")
 
     def questions(self, config: ConfigRecord) -> list[Message]:
-        """The model to all nodes, to be tested."""
+        """Messages that ask all nodes to test the model."""
         config = ConfigRecord({**config, **self.subject})
         content = RecordDict({"arrays": messages.arrays(self.server.shown), "config": config})
         return [self.message(content, client, MessageType.EVALUATE) for client in sorted(self.members.nodes)]
@@ -454,7 +453,7 @@ class FedAggStrategy(Strategy):
         return self.alike(found)
 
     def test_last(self, grid: Grid) -> None:
-        """Where a run ends before its last round, nobody trains the model any more."""
+        """Test the last model if a run ends early, because no later round will."""
         if self.untested:
             questions = self.questions(ConfigRecord())
             found = self.scores(questions, grid.send_and_receive(questions, timeout=self.timeout))
@@ -462,7 +461,7 @@ class FedAggStrategy(Strategy):
             self.book.amend(scores.pooled(found, self.task) | {"bytes_tests": sent})
 
     def announce(self) -> None:
-        """Tell callbacks of the rounds that they do not know yet."""
+        """Tell callbacks about the rounds that they do not know yet."""
         for row in self.book.history[self.told :]:
             self.stopped |= tell(self.callbacks, "round_done", row) is not None
         self.told = len(self.book.history)
@@ -470,7 +469,7 @@ class FedAggStrategy(Strategy):
     # The parts of a round.
 
     def hear(self, turn: Turn) -> None:
-        """A round that was skipped because nobody answered is no round: it is done again. How long has this been going on?"""
+        """If nobody answered, mark the round for repetition. Raises Lonely if this has lasted too long."""
         causes = turn.clients.left_out
         if not all(causes.get(client) in ABSENT for client in turn.clients.ids):
             return
@@ -481,14 +480,14 @@ class FedAggStrategy(Strategy):
             raise Lonely(f"nobody has answered for {self.patience:g} seconds")
 
     def enlist(self, t: int, **shared: Any) -> Clients:
-        """The participants of round t; `shared` is what the server knows of them."""
+        """The participants of round t; `shared` is what the server knows about them."""
         left_out: dict[int, str] = {}
         kind: Callable[..., Clients] = Clients
         private: dict[str, Any] = {}
         if self.ledger is not None:
             private = {"privacy": self.privacy, "release": partial(self.ledger.book, self.token, t)}
         if self.secure:
-            # It stands on the older half of Flower, which nothing else should need.
+            # It needs the older half of Flower, which nothing else should import.
             from fedagg.flower.secagg import VeiledClients, VeiledPrivateClients
 
             veiled = partial(VeiledPrivateClients, **private) if private else VeiledClients
@@ -498,7 +497,7 @@ class FedAggStrategy(Strategy):
         return kind(
             engine=Remote(self, t, left_out),
             t=t,
-            # Only their number counts here: whatever it is, they take no memory.
+            # Only the number of samples counts here, and expanded zeros take no memory.
             samples=lambda client: torch.zeros(1, dtype=torch.int64).expand(self.members.sizes[client]),
             quorum=self.quorum,
             left_out=left_out,
@@ -507,19 +506,19 @@ class FedAggStrategy(Strategy):
         )
 
     def play(self, ask: Ask) -> bool:
-        """The round as the algorithm tells it."""
+        """Play the round with the algorithm's code."""
         assert self.turn is not None
         self.ask = ask
         return self.server.play(self.turn.clients)
 
     def head(self, name: str | None) -> nn.Module | None:
-        """The layer of that name in evaluation mode, to hold answers against; a copy, for the network is the user's."""
+        """The layer of that name in evaluation mode, to check answers against; a copy, because the network is the user's."""
         if name is not None and name not in self.heads:
             self.heads[name] = copy.deepcopy(self.module.get_submodule(name)).eval()
         return None if name is None else self.heads[name]
 
     def order(self, model: Model, work: Work, job: Job, t: int, step: int) -> Message:
-        """The message to one node; its own bound of the rate and its own last answer are in it."""
+        """The message to one node, with its own bound of the rate and its last accepted answer."""
         order = Order(
             model=model,
             work=messages.for_one(work, job.position),
@@ -550,7 +549,7 @@ class FedAggStrategy(Strategy):
         log(WARNING, "round %s: client %s %s", self.done + 1, client, text)
 
     def stray(self, reply: Message) -> None:
-        """An answer to a question whose time is over. It is about a model that is no more: it counts for nothing."""
+        """Note an answer that came too late. It is not used, because its model is outdated."""
         client = self.members.client(reply.metadata.src_node_id)
         if client is not None:
             self.remark(client, "answered too late; not used")
@@ -575,5 +574,6 @@ class FedAggStrategy(Strategy):
 
 
 def numbers(found: dict[int, Scores]) -> int:
-    """That test results took on the wire."""
+    """How many numbers the test results took on the wire."""
+
     return sum(each.numbers for each in found.values())
