@@ -1,4 +1,4 @@
-"""The command line. One file a command, imported when it is used; errors are one line on standard error and exit status 2."""
+"""The command line: one file per command, imported when it is used. Errors are one line on standard error and exit status 2."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from fedagg.config import ELSEWHERE
 from fedagg.errors import FedaggError, SettingError
 from fedagg.files import reason
 
-SPIN = "10000"  # turns of a waiting loop, tens of microseconds; libgomp's own choice is 300,000
-# Where each command is, and the first line of its help.
+SPIN = "10000"  # iterations of a waiting loop, tens of microseconds; libgomp's default is 300,000
+# The location of each command, and the first line of its help.
 COMMANDS = {
     "run": ("train:run", "Train one federated model, and keep everything about it in a run folder."),
     "compare": ("compare:compare", "Run several methods side by side: one table, one plot, and a run folder each."),
@@ -45,7 +45,7 @@ COMMANDS = {
 
 
 class Commands(TyperGroup):
-    """Commands that are loaded when they are named: most need torch, which takes seconds to import."""
+    """Commands that are loaded when used: most need torch, which takes seconds to import."""
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args and args[0] in COMMANDS:
@@ -54,7 +54,7 @@ class Commands(TyperGroup):
 
 
 def load(name: str, arguments: Sequence[str] = ()) -> click.Command:
-    """A command in full. Its options depend on the methods that there are, so plugins among the arguments come first."""
+    """Load a command. Its options depend on the known methods, so plugins among the arguments are loaded first."""
     module, _, attribute = COMMANDS[name][0].partition(":")
     found = getattr(import_module(f"fedagg.cli.{module}"), attribute)
     if isinstance(found, typer.Typer):
@@ -77,7 +77,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _name, (_, _about) in COMMANDS.items():
-    app.command(_name, help=_about)(lambda: None)  # for the help page; `Commands` puts the command itself in its place
+    app.command(_name, help=_about)(lambda: None)  # for the help page; `Commands` loads the command itself
 
 
 def version(asked: bool) -> None:
@@ -94,17 +94,17 @@ def options(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point: everything a user can mend becomes one line and exit status 2."""
+    """Entry point: everything that a user can fix becomes one line and exit status 2."""
     wait_briefly()
     warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}", "yellow")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape") and stream.encoding != "utf-8":
-            stream.reconfigure(errors="replace")  # a terminal that has no μ shows a question mark, and the command goes on
+            stream.reconfigure(errors="replace")  # a terminal without μ shows a question mark, and the command continues
     words = arguments if arguments is not None else sys.argv[1:]
     try:
         refuse_empty(words)
         status = app(words, standalone_mode=False)
-        sys.stdout.flush()  # here, where it can still be said that nobody takes it
+        sys.stdout.flush()  # here, because a closed pipe can still be reported
         leave(status if isinstance(status, int) else 0)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
@@ -115,13 +115,13 @@ def main(arguments: list[str] | None = None) -> None:
         complain(f"No such option {error.option_name!r}. Did you mean {ours!r}?" if ours else error.format_message())
     except click.ClickException as error:
         words = error.format_message().split(" Did you mean ")
-        complain(" Did you mean ".join(dict.fromkeys(words)))  # click and typer both guess at a misspelt command
+        complain(" Did you mean ".join(dict.fromkeys(words)))  # click and typer both make a guess for a misspelt command
     except FedaggError as error:
         complain(str(error))
     except MemoryError:
         complain("out of memory; lower --chunk, --batch-size or --participation")
     except OSError as error:
-        if error.filename is None:  # standard output: nothing is to be tried again on the way out
+        if error.filename is None:  # standard output: do not write to it again on exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         complain(f"{error.filename or 'standard output'}: cannot be read or written ({reason(error)})")
     except (KeyboardInterrupt, click.Abort):
@@ -130,14 +130,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def wait_briefly() -> None:
-    """Have torch's threads sleep soon when they wait for each other, and not spin for a millisecond on a core that another process
-    wants. OpenMP reads this when torch is loaded, which no command has done yet; what the user has set stays."""
+    """Make torch's waiting threads sleep soon, instead of spinning for a millisecond on a core that another process needs. OpenMP
+    reads this when torch is loaded, which no command has done yet. The user's own settings are kept."""
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = SPIN
 
 
 def refuse_empty(words: list[str]) -> None:
-    """An empty word is a variable that the shell does not know; as a path it would be the folder one is in."""
+    """Refuse empty arguments: they come from unset shell variables, and as a path would mean the current folder."""
     for before, word in zip(["", *words], words, strict=False):
         option, given, value = word.partition("=")
         if word == "" or (given and not value and word.startswith("--")):
@@ -146,7 +146,7 @@ def refuse_empty(words: list[str]) -> None:
 
 
 def say(message: str, style: str) -> None:
-    """One line, as it is: names of files may hold anything, square brackets too."""
+    """Print one line without markup, because file names may contain square brackets."""
     err.print(" ".join(message.split()), style=style, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""`fedagg bench`: how fast rounds are on this machine, beside a plain loop and whatever else one cares to compare."""
+"""`fedagg bench`: how fast rounds are on this machine, compared with a plain loop and with the user's own loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fedagg bounds`: a run held against the paper's analysis."""
+"""`fedagg bounds`: compare a run with the paper's analysis."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fedagg.theory.from_run import Analysis, Statement
 
 SHOWN = 8  # rounds in the table
-ALPHA = 0.1  # of Algorithm 1, for runs of methods that have none
+ALPHA = 0.1  # of Algorithm 1, for methods that have none
 
 
 def bounds(
@@ -59,7 +59,7 @@ def bounds(
 
 
 def iterate(analysis: Analysis, passes: int) -> list[Pass]:
-    """Algorithm 1 from the run's first model and base rate, with full gradients."""
+    """Algorithm 1 from the run's initial model and base rate, with full gradients."""
     from fedagg.theory.fixed_point import algorithm_one
 
     c = analysis.config

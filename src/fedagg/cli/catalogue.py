@@ -1,4 +1,4 @@
-"""`fedagg list`: what there is, without importing torch unless a plugin or another package does."""
+"""`fedagg list`: show what is available, without importing torch unless a plugin or another package does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedagg.config import ENGINES, PRESETS
 HERE = Path(fedagg.__file__).parent
 PLUGIN = "a Python file or module that brings methods, data sets, models, partitions or trackers; may be repeated"
 Plugin = Annotated[list[str] | None, typer.Option("--plugin", help=PLUGIN, show_default=False)]
-# What is listed: the file and the table in it, the group of entry points.
+# What is listed: the file, the table in it, and the group of entry points.
 TABLES = {
     "data sets": ("data/sources.py", "SOURCES", "fedagg.datasets"),
     "models": ("models/registry.py", "PUBLISHED", "fedagg.models"),
@@ -54,7 +54,7 @@ def list_all(
 
 
 def methods() -> dict[str, str]:
-    """The package's methods and what they are, read from the files that register them: importing these would import torch."""
+    """The package's methods with their descriptions, read from the files that register them: importing those would import torch."""
     found = {}
     for path in (HERE / "algorithms").glob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -66,7 +66,7 @@ def methods() -> dict[str, str]:
 
 
 def keys(file: str, table: str) -> list[str]:
-    """The names in a table of the package, a dictionary or a tuple that is written out in a file."""
+    """The names in one of the package's tables: a literal dictionary or tuple in a file."""
     for node in ast.parse((HERE / file).read_text(encoding="utf-8")).body:
         target = node.targets[0] if isinstance(node, ast.Assign) else node.target if isinstance(node, ast.AnnAssign) else None
         if isinstance(target, ast.Name) and target.id == table and isinstance(node, ast.Assign | ast.AnnAssign):
@@ -76,14 +76,14 @@ def keys(file: str, table: str) -> list[str]:
 
 
 def methods_now() -> dict[str, str]:
-    """All methods, with those of plugins and of other packages."""
+    """All methods, including those of plugins and other packages."""
     from fedagg.algorithms import REGISTRY
 
     return {name: first(kind_doc(REGISTRY[name])) for name in REGISTRY.all()}
 
 
 def kind_doc(kind: type) -> str | None:
-    """A file of the package is about one method; elsewhere the class says what it is."""
+    """The description of a method: in the package that of its file, elsewhere that of its class."""
     module = sys.modules.get(kind.__module__)
     return module.__doc__ if module is not None and kind.__module__.startswith("fedagg.") else kind.__doc__
 
@@ -102,7 +102,7 @@ def names_now() -> dict[str, list[str]]:
 
 
 def options(method: str) -> Table:
-    """What a method says about its options."""
+    """A table of a method's options."""
     from fedagg.algorithms import REGISTRY
     from fedagg.options import LIMITS, declared
 

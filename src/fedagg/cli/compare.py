@@ -84,7 +84,7 @@ def live(name: str) -> Iterator[Sequence[Callback]]:
 
 @contextmanager
 def board(todo: list[Cell], jobs: int) -> Iterator[Callable[[CellResult], None]]:
-    """A bar over all runs, where several go side by side."""
+    """A bar over all runs, if several run side by side."""
     seen: list[CellResult] = []
     with Board(len(todo), jobs) as shown:
 

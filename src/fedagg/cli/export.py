@@ -42,7 +42,7 @@ def export(
 
 
 def made(reference: str) -> nn.Module:
-    """The network that a function in a file or module makes."""
+    """The network that a function in a file or module returns."""
     place, _, name = reference.rpartition(":")
     if not place:
         raise SettingError("model", reference, "give a Python file or module and a function in it, e.g. task.py:model")
@@ -51,7 +51,7 @@ def made(reference: str) -> nn.Module:
         raise SettingError("model", reference, f"there is no function {name} in {place}")
     try:
         network = function()
-    except Exception as error:  # whatever the user's code raises
+    except Exception as error:  # a user's code may raise anything
         raise SettingError("model", reference, f"cannot be made: {type(error).__name__}: {first_line(error)}") from None
     if not isinstance(network, nn.Module):
         raise SettingError("model", reference, f"returned a {type(network).__name__}; return a torch module")

@@ -1,4 +1,4 @@
-"""`fedagg flower`: a template project, keys for a federation, and what its operator does: nodes, runs, logs."""
+"""`fedagg flower`: a template project, keys for a federation, and its operation: nodes, runs, logs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedagg.errors import FedaggError, SettingError
 app = typer.Typer(help="A real federation on Flower: a project to start from, keys, nodes, runs.", no_args_is_help=True)
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="the project's folder")]
-# Always in the server's certificate: Flower's own processes talk over loopback.
+# Always in the server's certificate: Flower's own processes communicate over loopback.
 LOCAL = ("localhost", "127.0.0.1", "::1")
 Json = Annotated[bool, typer.Option("--json", help="as JSON")]
 Run = Annotated[int | None, typer.Argument(metavar="[RUN]", help="its number; the newest, if none is given")]
@@ -133,7 +133,7 @@ def revoke(folder: Folder, node: Annotated[str, typer.Argument(metavar="NODE", h
         gone = control.revoke(node)
     key = folder / "keys" / f"{gone.name}.pub"
     if gone.name and key.exists():
-        key.rename(key.with_suffix(".revoked"))  # or the next `register` would let it in again
+        key.rename(key.with_suffix(".revoked"))  # otherwise the next `register` would admit it again
     typer.echo(f"revoked {gone.name or gone.node}")
 
 

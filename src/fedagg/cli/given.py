@@ -1,4 +1,4 @@
-"""Runs whose data, network or parts were given from Python: the command line has no way to get at them."""
+"""Runs whose data, network or parts came from Python: the command line cannot access these."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fedagg.errors import SettingError
 
 
 def keywords(config: Config) -> list[str]:
-    """What has to be given from Python to make this run."""
+    """What must be given from Python to make this run."""
     return [word for setting, word in FROM_PYTHON.items() if getattr(config, setting) == "custom"]
 
 
 def refuse(config: Config, setting: str, folder: Path, call: str) -> None:
-    """Say where a run from Python can be had; `call` is what to call there, with a place for what it was given."""
+    """Refuse a run from Python, and say what to call there instead; `call` has a placeholder for its arguments."""
     if words := keywords(config):
         named = ", ".join(words[:-1]) + (" and " if words[:-1] else "") + words[-1]
         again = call.format(folder=str(folder), given=", ".join(f"{word}=..." for word in words))

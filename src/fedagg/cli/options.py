@@ -24,7 +24,7 @@ def parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parame
 
 
 def option(name: str, kind: Any, text: str, panel: str | None = None) -> inspect.Parameter:
-    """An option that is None unless given, so that file and preset can be told from it."""
+    """An option that is None unless given, so that values of a file or preset can take its place."""
     flag = f"--{name.replace('_', '-')}"
     names = (f"{flag}/--no-{name.replace('_', '-')}",) if kind is bool else (flag,)
     made = typer.Option(*names, help=text, show_default=False, rich_help_panel=panel)
@@ -42,7 +42,7 @@ def setting(name: str) -> inspect.Parameter:
 
 
 def methods() -> dict[str, dict[str, Option]]:
-    """Every option that a method has, by its name, and what the methods say of it."""
+    """All options of methods by name, with each method's declaration."""
     found: dict[str, dict[str, Option]] = {}
     for method in sorted(REGISTRY):
         for name, about in declared(REGISTRY[method]).items():
@@ -51,7 +51,7 @@ def methods() -> dict[str, dict[str, Option]]:
 
 
 def method_option(name: str, having: dict[str, Option]) -> inspect.Parameter:
-    """Methods may mean different things by a name; what the value has to be is for the chosen one to say."""
+    """A command-line option for a method's option. Methods may use a name differently: the chosen method checks the value."""
     kinds = {about.kind for about in having.values()}
     meant: dict[tuple[str, tuple[str, ...], Any], list[str]] = {}
     for method, about in having.items():
@@ -69,7 +69,7 @@ def preset() -> inspect.Parameter:
 
 
 def bring(arguments: Sequence[str]) -> None:
-    """Load what a command line names before it is read: methods of plugins and of other packages have options of their own."""
+    """Load the plugins and methods that a command line names before parsing it, because they have their own options."""
     words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
     after = list(pairwise(words))
     files = [Path(word) for word in words if word.endswith(".toml")]
@@ -83,7 +83,7 @@ def bring(arguments: Sequence[str]) -> None:
 
 
 def with_settings(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A command that takes `**settings`, with an option for every setting and for every option of a method that is known now."""
+    """A command that takes `**settings`, with an option for every setting and for every option of the known methods."""
     own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
     taken = {p.name for p in own} | ({"algorithm"} if any(p.name == "algorithms" for p in own) else set())
     made = [preset(), *(setting(name) for name in SETTINGS if name not in taken)]

@@ -1,4 +1,4 @@
-"""`fedagg partition`: who holds which labels, and how unlike the clients are."""
+"""`fedagg partition`: which client holds which labels, and how unlike the clients are."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def split_name(config: Config) -> str:
 
 
 def over_sigma(labels: npt.NDArray[Any], config: Config) -> dict[float, Distances]:
-    """The paper's Fig. 4 for these labels; a σ that leaves clients empty is left out, with a word."""
+    """The paper's Fig. 4 for these labels; a σ that leaves clients empty is left out, with a note."""
     from fedagg.theory import heterogeneity as het
 
     by = "class" if config.partition == "dirichlet-class" else "client"
@@ -149,7 +149,7 @@ def networks(config: Config, data: Dataset, run: Path | None) -> dict[str, nn.Mo
 
 
 def dissimilarity(config: Config, data: Dataset, parts: splits.Indices, models: dict[str, nn.Module]) -> dict[str, Dissimilarity]:
-    """How unlike the clients' full gradients are, at each of the models. This can take minutes, so there is a bar."""
+    """How unlike the clients' full gradients are, for each model. This can take minutes, so there is a bar."""
     from fedagg.theory import heterogeneity as het
     from fedagg.theory.objective import Objective
 

@@ -93,11 +93,11 @@ def folders(name: str) -> list[Path]:
     raise SettingError("what", name, f"is no folder of runs; {unknown('what', name, [*known, 'all']).fix}")
 
 
-Lines = Callable[[str, float], list[plots.Series]]  # of a column of the record, times a factor
+Lines = Callable[[str, float], list[plots.Series]]  # for a column of the record, times a factor
 
 
 def draw_panels(found: list[Run], lines: Lines, paths: list[Path]) -> list[Path]:
-    """The metric, loss, mean learning rate and drift over rounds. Every metric has a panel of its own."""
+    """The metric, loss, mean learning rate and drift over rounds. Each metric has its own panel."""
     configs, metrics = [run.config for run in found], dict.fromkeys(run.metric for run in found)
     columns = (
         *((metric.key, f"{runs.measured(metric.label, configs)}{metric.unit}", metric.scale) for metric in metrics),
@@ -110,7 +110,7 @@ def draw_panels(found: list[Run], lines: Lines, paths: list[Path]) -> list[Path]
 
 
 def draw_runs(found: list[Run], paths: list[Path]) -> list[Path]:
-    """A line a run."""
+    """One line per run."""
 
     def lines(column: str, scale: float) -> list[plots.Series]:
         curves = [(run.name, *run.curve(column)) for run in found]
@@ -130,7 +130,7 @@ def draw_means(found: list[Run], paths: list[Path]) -> list[Path]:
     tasks = [runs.task(one.trials[0].config) for one in series]
     differ = runs.differing(tasks)
     names = [", ".join(filter(None, (one.name, *(said[key] for key in differ)))) for one, said in zip(series, tasks, strict=True)]
-    if len(set(names)) < len(names):  # settings that were given from Python have no names of their own
+    if len(set(names)) < len(names):  # settings given from Python all have the same name
         names = [f"{one.name}, {group.name}" for group in groups for one in group.series.values()]
     seeds = [f" ({len(one.trials)} seeds)" if len(one.trials) > 1 else "" for one in series]
 

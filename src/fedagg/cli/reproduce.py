@@ -115,7 +115,7 @@ def reproduce(
 
 
 def chosen(what: str, rows: list[str] | None) -> list[tuple[Spec, list[str] | None]]:
-    """The specifications and the rows of each; of `all`, those that have any of the rows."""
+    """The specifications with their rows; for `all`, those that have any of the given rows."""
     if what != "all":
         return [(grid.load(what), rows)]
     specs = [grid.load(name) for name in grid.names()]
@@ -130,7 +130,7 @@ def chosen(what: str, rows: list[str] | None) -> list[tuple[Spec, list[str] | No
 
 
 def run_tuned(spec: Spec, store: Store, jobs: int | str, until: float | None, fetch: bool) -> int:
-    """First the points of every grid on what is held back, then the best ones on the test set."""
+    """Run the points of every grid on the data held back, then the best ones on the test set."""
     assert spec.tuning is not None
     tries, status = tuned.tried(store.folder), 0
     phases = {"short runs": True, "choosing settings": False} if spec.tuning.halving else {"choosing settings": False}
@@ -152,7 +152,7 @@ def draw(spec: Spec, store: Store, folder: Path) -> None:
 
 
 def run_all(cells: list[Cell], store: Store, jobs: int | str, until: float | None, fetch: bool, what: str = "cells") -> int:
-    """Run what is missing, showing how far it is; 1 if a cell failed, 130 after Ctrl-C."""
+    """Run what is missing, with a progress display; 1 if a cell failed, 130 after Ctrl-C."""
     todo = running.unfinished(cells, store)
     jobs = running.processes(jobs, len(todo))
     if not todo:
@@ -218,7 +218,7 @@ class Board:
 
 
 class Rounds:
-    """Tells the board how far the current cell is."""
+    """Reports the progress of the current cell to the board."""
 
     def __init__(self, cell: Cell, tell: Callable[[str], None]) -> None:
         self.cell, self.tell = cell, tell

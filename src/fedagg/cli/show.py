@@ -1,4 +1,4 @@
-"""What people see: consoles and tables."""
+"""Output for users: consoles and tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedagg.config import Config
 from fedagg.measure import ACCURACY, CLIENTS
 from fedagg.progress import err as err  # for the commands, beside `out`
 
-if TYPE_CHECKING:  # it takes seconds to import, and the names of methods can be shown without
+if TYPE_CHECKING:  # slow to import, and methods can be listed without it
     from fedagg.result import Result
     from fedagg.sheets import Sheet
 
@@ -23,22 +23,22 @@ out = Console()
 
 
 def task(c: Config) -> str:
-    """What a run's figures are about, in a line."""
+    """One line that says what a run's figures are about."""
     words = f"{c.dataset}, {c.model}, {c.partition}, {c.clients} clients, {100 * c.participation:g} % a round, seed {c.seed}"
     return f"{words}, scored on {runs.held_back(c)}" if c.validation else words
 
 
 def waiting() -> Progress:
-    """A bar for work without rounds, on standard error too. It is for whoever waits: it goes at the end, and no file gets it."""
+    """A bar on standard error for work without rounds. It disappears at the end, and is not written to files."""
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=28), MofNCompleteColumn(), TimeRemainingColumn(compact=True))
     return Progress(*columns, console=err, transient=True, disable=not err.is_interactive)
 
 
-WIDE = 1000  # more than any table is
+WIDE = 1000  # wider than any table
 
 
 def results_table(results: list[Result], title: str) -> Table:
-    """One row a run: the metric, local work, bytes, time; the best in bold. How clients fare, where that was asked for."""
+    """One row per run: metric, local work, bytes, time, and scores per client if asked for; the best in bold."""
     table = Table(title=title, title_justify="left")
     table.add_column("algorithm", no_wrap=True)
     metric = results[0].metric if results else ACCURACY
@@ -62,15 +62,15 @@ def results_table(results: list[Result], title: str) -> Table:
 
 
 def whole_width(table: Table) -> Table:
-    """A terminal breaks lines; a figure cut short would be gone."""
+    """The table at its full width: a terminal can wrap lines, but a figure that is cut off is lost."""
     whole = out.measure(table, options=out.options.update(max_width=WIDE)).maximum
     table.width = whole if whole > out.width else None
     return table
 
 
 def show_sheet(sheet: Sheet, form: str = "text") -> None:
-    """A table on standard output, in one of its formats."""
-    if form != "text" or not out.is_terminal:  # a pipe has no width of its own
+    """Print a table on standard output, in one of its formats."""
+    if form != "text" or not out.is_terminal:  # a pipe has no width
         sys.stdout.write(sheet.render(form))
         return
     out.print(whole_width(sheet.rich()), crop=False)
@@ -79,5 +79,5 @@ def show_sheet(sheet: Sheet, form: str = "text") -> None:
 
 
 def percent(share: float) -> str:
-    """Before the first round there is none."""
+    """A share as a percentage; "-" before the first round."""
     return f"{100 * share:.2f} %" if math.isfinite(share) else "-"

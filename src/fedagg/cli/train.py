@@ -50,7 +50,7 @@ def run(
 
 
 def resumed(folder: Path, file: Path | None, settings: dict[str, Any]) -> Config:
-    """The settings of the run to go on with, and those given beside --resume on top."""
+    """The settings of the run to resume, changed by those given with --resume."""
     if not (folder / "config.toml").exists():
         raise SettingError("resume", str(folder), "is not a run folder: it has no config.toml")
     given = {**(read(file) if file else {}), **{k: v for k, v in settings.items() if v is not None}}

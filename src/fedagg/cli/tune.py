@@ -1,4 +1,4 @@
-"""`fedagg tune`: the best settings of a method, chosen on training data that is held back; `fedagg sweep`: a grid and no choice."""
+"""`fedagg tune`: choose a method's best settings on training data that is held back; `fedagg sweep`: a grid without a choice."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def planned(algorithm: str, file: Path | None, grid: list[str], seeds: str, sett
 
 
 def check_first(plan: Plan, every: bool = False) -> None:
-    """The first of the runs stands for all, unless their tasks differ."""
+    """Check the first run for all, or `every` run if their tasks differ."""
     configs = [trial.config for trial in (plan.trials if every else plan.trials[:1])]
     sets = {config.dataset: chosen_data(config) for config in configs}
     for config in configs:
@@ -137,7 +137,7 @@ def check_first(plan: Plan, every: bool = False) -> None:
 
 
 def tried(carry_out: Callable[[Run, Found], R], folder: Path, jobs: str, out_dir: Path | None) -> tuple[R | None, int]:
-    """Run the plan in a folder, showing how far it is: what it came to, None where it was stopped, and the status to end with."""
+    """Run the plan in a folder with a progress display. Returns its result, None if it was stopped, and the exit status."""
     running.processes(jobs, 1)
     store = Store(files.folder(folder))
     status = 0
@@ -151,13 +151,13 @@ def tried(carry_out: Callable[[Run, Found], R], folder: Path, jobs: str, out_dir
     try:
         return carry_out(run, partial(score, store)), status
     except KeyboardInterrupt:
-        if out_dir is None:  # otherwise it has been said
+        if out_dir is None:  # otherwise the user knows the folder
             hint(folder, out_dir)
         return None, 130
 
 
 def axes(grid: list[str], base: dict[str, Any]) -> dict[str, list[Any]]:
-    """`lr=0.01,0.1` as a name and its values, of the type that the setting has."""
+    """`lr=0.01,0.1` as a name and its values, in the setting's type."""
     found: dict[str, list[Any]] = {}
     for text in grid:
         name, given, values = text.partition("=")

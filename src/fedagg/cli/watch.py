@@ -23,9 +23,9 @@ from fedagg.errors import SettingError
 if TYPE_CHECKING:
     from fedagg.report.follow import Server
 
-LOOK = 0.5  # seconds between looks at whether all runs have ended
-NEXT = 10.0  # seconds in which another run may begin in a folder of runs
-SHOWN = 3.0  # seconds in which an open page learns how it ended
+LOOK = 0.5  # seconds between checks whether all runs have ended
+NEXT = 10.0  # seconds to wait for another run in a folder of runs
+SHOWN = 3.0  # seconds for an open page to fetch the end
 
 PAGE = "follow it in a web page, which becomes report.html in its folder at the end"
 Watch = Annotated[bool, typer.Option("--watch", help=PAGE)]
@@ -63,7 +63,7 @@ def watch(
         if server.watch.has_readers():
             time.sleep(SHOWN)
     if path is not None:
-        with suppress(*((SettingError,) if piped else ())):  # a run that could not begin has said so itself
+        with suppress(*((SettingError,) if piped else ())):  # a run that could not begin has already reported it
             say(f"report: {write(what, path)}")
 
 
@@ -72,7 +72,7 @@ def say(text: str) -> None:
 
 
 def graphical() -> bool:
-    """Has a browser a window to open? In a terminal alone, one like lynx would take it over."""
+    """Is there a window system for a browser? In a plain terminal, a browser such as lynx would take it over."""
     return sys.platform in ("win32", "darwin") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 
@@ -82,7 +82,7 @@ def wait_for_end(over: threading.Event) -> None:
 
 
 def wait(server: Server, over: threading.Event, settle: float | None) -> None:
-    """Until it is over, or until all runs have been at their end for so many seconds."""
+    """Wait until `over` is set, or until all runs have been finished for `settle` seconds."""
     running = time.monotonic()
     while not over.wait(LOOK):
         if settle is not None and server.watch.ended():
@@ -94,17 +94,17 @@ def wait(server: Server, over: threading.Event, settle: float | None) -> None:
 
 @contextmanager
 def watched(folder: Path, wanted: bool) -> Iterator[None]:
-    """Follow what happens in `folder` meanwhile. Another process does it, so that a run is the same with a page and without."""
+    """Follow `folder` during the block. A separate process does this, so that a run is the same with and without a page."""
     if not wanted or not leads():
         yield
         return
     words = [sys.executable, "-m", "fedagg", "watch", str(folder), "--out", str(folder / "report.html"), "--until-input-ends"]
-    # In a session of its own, or Ctrl-C would end the page before the run.
+    # In its own session, because otherwise Ctrl-C would end the page before the run.
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True) as child:
         assert child.stdin is not None
         assert child.stdout is not None
         if not (address := child.stdout.readline()):
-            raise typer.Exit(child.wait())  # it has said why
+            raise typer.Exit(child.wait())  # it has reported why
         err.print(address.strip(), markup=False, highlight=False, soft_wrap=True)
         try:
             yield
