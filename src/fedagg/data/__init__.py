@@ -1,4 +1,4 @@
-"""Datasets: your own arrays, or one of the named ones."""
+"""Datasets: your own arrays, or one of the named sets."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from fedagg.tasks import LEAST_VARIANCE
 __all__ = ["REGISTRY", "Dataset", "fetch", "is_path", "load", "names", "register", "verify", "where"]
 
 FILES = (".csv", ".npy", ".npz", ".parquet")
-AT_ONCE = 10_000  # samples that are made float64 at a time
+AT_ONCE = 10_000  # samples converted to float64 at a time
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class Dataset:
-    """Training and test samples, checked once here so that training never meets a wrong one.
+    """Training and test samples, checked here once, so that training never meets a bad one.
 
-    Floating x becomes float32, uint8 x (images) float32 in [0, 1], other integers (token ids) int64. What y is to be depends on the
-    task: one label a sample, (N,), is classification; numbers that are not whole, (N,) or (N, k), are regression; a matrix of 0 and
-    1, (N, k), is multilabel; a label a token, (N, T), is tokens, with -100 for padding. `task` says which where y does not tell.
-    `classes` is the number of outputs that this takes: classes (by default the largest label plus one), quantities, labels, or
-    tokens that there are. Inputs are never changed, and not copied where they need no conversion. `users` says whose each training
-    sample is, for the partition `user`; `labels` are the names of the classes. `Dataset.of` makes one of tables, files and other
-    libraries' data sets.
+    Floating x becomes float32, uint8 x (images) float32 in [0, 1], other integers (token ids) int64. The form of y depends on the
+    task: one label per sample, (N,), is classification; numbers with fractions, (N,) or (N, k), are regression; a matrix of 0 and
+    1, (N, k), is multilabel; a label per token, (N, T), is tokens, with -100 for padding. `task` says which if y is not clear.
+    `classes` is the number of outputs that this needs: classes (by default the largest label plus one), quantities, labels, or
+    tokens of the vocabulary. Inputs are never changed, and only copied if they need conversion. `users` gives the user of each
+    training sample, for the partition `user`; `labels` are the names of the classes. `Dataset.of` makes a Dataset from tables,
+    files and other libraries' data sets.
     """
 
     x_train: torch.Tensor
@@ -50,7 +50,7 @@ class Dataset:
     users: np.ndarray[Any, Any] | None
     labels: tuple[str, ...] | None
     scale: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False)  # mean and deviation, once standardised
-    _loaded: list[int] | None = field(default=None, init=False)  # the state of its tensors when `load` made it
+    _loaded: list[int] | None = field(default=None, init=False)  # the versions of its tensors when `load` made it
 
     def __init__(
         self,
@@ -82,22 +82,22 @@ class Dataset:
 
     @classmethod
     def of(cls, source: Any, **options: Any) -> Dataset:
-        """Data as you have them: arrays, tensors, a pandas frame, a torch or Hugging Face data set, a file or a folder.
+        """A Dataset from arrays, tensors, a pandas frame, a torch or Hugging Face data set, a file or a folder.
 
         Args:
             source: (x, y), (x, y, x_test, y_test) or (training, test) of anything below; a frame or another table; a torch
                 Dataset or DataLoader; a Hugging Face Dataset or DatasetDict; the path of a CSV, Parquet, NPZ or NPY file, or of a
-                folder of images by class; or a Dataset, which is returned as it is.
-            options: `target`, `features` and `user` name columns of a table; `test` is the share held out where there is no test
+                folder of images by class; or a Dataset, which is returned unchanged.
+            options: `target`, `features` and `user` name columns of a table; `test` is the share held out if there is no test
                 part (0.2), or the test part itself; `name`, `classes` and `task` are those of the Dataset; samples in files
-                that would take more than `memory` GiB (half of the machine's) stay on the disk.
+                that would take more than `memory` GiB (by default half of the machine's memory) stay on disk.
         """
-        readers = importlib.import_module("fedagg.data.of")  # they make Datasets themselves, so they come later
+        readers = importlib.import_module("fedagg.data.of")  # imported here because it imports Dataset itself
         made: Dataset = readers.dataset(source, **options)
         return made
 
     def of_task(self, task: str | None) -> Dataset:
-        """The same samples with their targets understood as those of another task."""
+        """The same samples, with their targets read as those of another task."""
         if task in (None, self.task):
             return self
         return Dataset(self.x_train, self.y_train, self.x_test, self.y_test, self.name, task=task, users=self.users)
@@ -109,7 +109,7 @@ class Dataset:
 
     @property
     def untouched(self) -> bool:
-        """Is this the named set as `load` makes it? Not if it was normalised, cut, or written to since, or only has the name."""
+        """Is this the named set as `load` made it? Not if it was normalised, cut or written to, or only has the same name."""
         return self._loaded is not None and self._loaded == self._versions()
 
     def _versions(self) -> list[int]:
@@ -132,11 +132,10 @@ class Dataset:
         return f"Dataset({self.name!r}, {sizes}{kind}, {what}={self.classes}{people})"
 
     def normalized(self) -> Dataset:
-        """The same samples standardised with the training set's mean and deviation.
+        """The same samples, standardised with the training set's mean and deviation.
 
-        Per channel (the first axis) for image-shaped samples, every feature by itself for rows, over everything for what lies
-        between. The test set is standardised by the training set's numbers, so it tells nothing about itself. What is constant
-        becomes 0.
+        They are taken per channel (the first axis) for images, per feature for rows, and over everything for other shapes. The test
+        set is standardised with the training set's numbers, so that nothing about it is used. Constant values become 0.
         """
         if not self.x_train.is_floating_point():
             raise SettingError("x_train", "integers", "token ids cannot be normalised; use them as they are")
@@ -154,8 +153,8 @@ class Dataset:
         return made
 
     def held_back(self, share: float, seed: int = 0) -> Dataset:
-        """A share of the training samples, drawn at random, takes the place of the test set: choose settings on these, and report
-        on the test set once they are chosen. Nothing is held back of a share of 0."""
+        """A data set in which a random share of the training samples replaces the test set. Choose settings on it, then report
+        results on the real test set. A share of 0 changes nothing."""
         if share == 0:
             return self
         count = round(share * len(self))
@@ -170,12 +169,11 @@ class Dataset:
         return self.changed(x_train=kept, y_train=y[rest], x_test=tested, y_test=y[held], users=users)
 
 
-Sums = tuple[torch.Tensor, torch.Tensor, int]  # of samples, of their squares, and how many they are
+Sums = tuple[torch.Tensor, torch.Tensor, int]  # sum of the samples, sum of their squares, and their number
 
 
 def pooled(clients: Iterable[torch.Tensor]) -> Sums:
-    """The sums that standardising takes, added over clients: none has to show a sample. In float64, for differences of large sums
-    are to be told from nothing."""
+    """The sums for standardising, added over clients: none has to show a sample. In float64, because large sums lose digits."""
     total = squares = torch.zeros((), dtype=torch.float64)
     count = 0
     for x in clients:
@@ -186,20 +184,20 @@ def pooled(clients: Iterable[torch.Tensor]) -> Sums:
 
 
 def standard(total: torch.Tensor, squares: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and deviation from such sums, in float32; the deviation of what is constant is 1."""
+    """Mean and deviation from such sums, in float32; the deviation of constant values is 1."""
     mean = total / count
     variance = squares / count - mean.square()
     constant = variance <= LEAST_VARIANCE * mean.square()
     return mean.float(), torch.where(constant, 1.0, variance.clamp_min(0).sqrt()).float()
 
 
-# Data sets of others, by functions that make them; those of the package are in `sources`.
+# Registered data sets, by the functions that make them; those of the package are in `sources`.
 REGISTRY: Registry[Callable[[], Dataset]] = Registry("dataset", "fedagg.datasets", taken=sources.names())
 register = REGISTRY.register
 
 
 def names() -> list[str]:
-    """The datasets that `load` knows, the embedded one first."""
+    """The names of the datasets that `load` knows, the embedded one first."""
     return [*sources.names(), *REGISTRY]
 
 
@@ -212,8 +210,8 @@ def load(
     task: str | None = None,
     memory: float | None = None,
 ) -> Dataset:
-    """A named dataset, with images as float32 in [0, 1]; fetched first where it is missing and `download` allows. Or a file or
-    folder by its path, where `target` and `user` name columns, and arrays of more than `memory` GiB stay on the disk."""
+    """A named dataset, with images as float32 in [0, 1]; it is downloaded if it is missing and `download` allows it. Or a file or
+    folder by its path, where `target` and `user` name columns, and arrays of more than `memory` GiB stay on disk."""
     if is_path(name):
         made = Dataset.of(name, target=target, user=user, task=task, name=name, memory=memory)
     elif name not in sources.SOURCES and REGISTRY.has(name):
@@ -230,7 +228,7 @@ def load(
 
 
 def names_users(name: str) -> bool:
-    """Does the named set of the package say whose each training sample is?"""
+    """Does this set of the package give the user of each training sample?"""
     return name in sources.SOURCES and sources.SOURCES[name].users
 
 
@@ -240,7 +238,7 @@ def is_path(name: str) -> bool:
 
 
 def owners(given: Any, samples: int) -> np.ndarray[Any, Any]:
-    """Whose each sample is: whole numbers or words."""
+    """The user of each sample, as integers or words."""
     users = np.asarray(given)
     if users.dtype == object:
         users = np.array([str(user) for user in users.reshape(-1)]).reshape(users.shape)
@@ -251,7 +249,7 @@ def owners(given: Any, samples: int) -> np.ndarray[Any, Any]:
 
 
 def called(given: Sequence[str] | None, classes: int) -> tuple[str, ...] | None:
-    """What the classes are called, each of them."""
+    """The names of all classes."""
     if given is None:
         return None
     names = tuple(str(name) for name in given)

@@ -1,4 +1,4 @@
-"""Arrays of others as tensors of ours: real numbers of one of a few types, checked, or one line that says what is wrong."""
+"""Convert users' arrays to checked tensors of a few types, or raise a one-line error."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Array = torch.Tensor | np.ndarray[Any, Any]
 
 
 def kind_of(key: str, value: Array) -> str:
-    """How x is to be understood; training and test samples must agree, or one would be scaled and the other not."""
-    value = getattr(value, "source", value)  # the file of what stays on the disk
+    """The kind of x. Training and test samples must agree, because otherwise only one of them might be scaled."""
+    value = getattr(value, "source", value)  # the file, for samples that stay on disk
     if not isinstance(value, torch.Tensor | np.ndarray):
         raise SettingError(
             key, type(value).__name__, "give a torch tensor or a numpy array; np.asarray makes one of lists and tables"
@@ -41,7 +41,7 @@ def tensor_of(value: Array, dtype: torch.dtype) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", dtype)
     wanted = {torch.float32: np.float32, torch.float64: np.float64, torch.int64: np.int64}[dtype]
-    with np.errstate(over="ignore"):  # what overflows becomes infinite and is refused as such
+    with np.errstate(over="ignore"):  # overflow becomes infinite and is refused as such
         return torch.from_numpy(np.require(value, wanted, ["C", "W"]))
 
 
@@ -64,7 +64,7 @@ def samples_of(key: str, value: Array) -> torch.Tensor:
 
 
 def whole_of(key: str, value: Array) -> torch.Tensor:
-    """Whole numbers; those of 64 bits without a sign may be beyond what int64 holds, and would come out below zero."""
+    """Integers as int64. Unsigned 64-bit integers may exceed int64, and would become negative."""
     made = tensor_of(value, torch.int64)
     if value.dtype in (torch.uint64, np.uint64) and bool((made < 0).any()):
         raise SettingError(key, str(value.dtype), "holds numbers of 2**63 and more; number tokens anew, from 0 up")

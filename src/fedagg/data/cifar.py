@@ -15,7 +15,7 @@ PIXELS = 3 * 32 * 32
 
 
 def read_cifar(path: str | os.PathLike[str], coarse: bool) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """Images (N, 3, 32, 32) and fine labels; `coarse` for CIFAR-100, whose records begin with a coarse label too."""
+    """Images (N, 3, 32, 32) and fine labels; `coarse` is for CIFAR-100, whose records begin with a coarse label."""
     path = Path(path)
     try:
         content = np.fromfile(path, dtype=np.uint8)

@@ -1,7 +1,7 @@
 """IDX, the format of MNIST and EMNIST: a magic number, big-endian sizes, then the bytes themselves.
 
-A file may come from anywhere, so nothing is allocated from the sizes it declares: they are checked against the
-bytes that are really there.
+A file may come from anywhere, so nothing is allocated from the sizes it declares: they are checked against the bytes that are
+actually there.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _UBYTE = 0x08
 _KINDS: dict[str, tuple[int, np.dtype[Any]]] = {"ubyte": (_UBYTE, np.dtype(np.uint8)), "int": (0x0C, np.dtype(">i4"))}
 _CHUNK = 1 << 20
 _LIMIT = 1 << 32
-"""More bytes than any IDX file in use holds: a small gz file can declare, and hold, far more than memory."""
+"""More bytes than any IDX file in use has: a small gz file can declare, and contain, far more than fits into memory."""
 
 
 def read_idx(path: str | os.PathLike[str], most: int = _LIMIT, kind: str = "ubyte") -> npt.NDArray[Any]:
-    """Read an IDX file of unsigned bytes (or of `int`, four bytes each) with 1 to 4 dimensions, gz or plain; whatever is wrong is a
+    """Read an IDX file of unsigned bytes (or of `int`, four bytes each) with 1 to 4 dimensions, gz or plain. Any damage is a
     DataError.
 
-    `most` is the number of bytes that the file may unpack to, where that is known.
+    `most` is the number of bytes that the file may unpack to, if known.
     """
     path = Path(path)
     try:
@@ -47,7 +47,7 @@ def read_idx(path: str | os.PathLike[str], most: int = _LIMIT, kind: str = "ubyt
 
 
 def write_idx(path: str | os.PathLike[str], array: npt.NDArray[np.uint8]) -> None:
-    """Write unsigned bytes as IDX, gz where the name ends so; the same array always gives the same bytes."""
+    """Write unsigned bytes as IDX, gz if the name ends so; the same array always gives the same bytes."""
     path = Path(path)
     if array.dtype != np.uint8 or not 1 <= array.ndim <= 4 or array.size == 0:
         raise DataError(f"{path}: an IDX file here holds uint8 in 1 to 4 dimensions, not {array.dtype} {array.shape}")
@@ -77,7 +77,7 @@ def _read(stream: BinaryIO | gzip.GzipFile, path: Path, most: int, kind: str) ->
         raise DataError(f"{path}: declares the sizes {shape}, which cannot be right")
     content = bytearray()
     while len(content) <= size:
-        # One byte more than declared is asked for: it shows trailing bytes, and makes gz check its checksum.
+        # One byte more than declared is requested: it reveals trailing bytes, and makes gz verify its checksum.
         chunk = stream.read(min(_CHUNK, size + 1 - len(content)))
         if not chunk:
             break

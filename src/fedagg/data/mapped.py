@@ -1,4 +1,4 @@
-"""Samples that stay on the disk: an array larger than it may be in memory, of which only the rows that are asked for are read."""
+"""Samples that stay on disk: an array that may not be in memory as a whole, of which only the requested rows are read."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from fedagg.errors import SettingError
 
 Array = np.ndarray[Any, Any]
 
-# What becomes of the allowance: half holds the samples of the clients that train, a quarter the test set; the rest is for reading.
+# Shares of the allowance: half holds the samples of the clients in training, a quarter the test set; the rest is for reading.
 WINDOW, TEST, READING = 2, 4, 8
 
 
 def allowed(memory: float | None) -> int:
-    """Bytes that samples may take: so many GiB, or half of what the machine has."""
+    """Bytes that samples may take: this many GiB, or half of the machine's memory."""
     if memory is None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     return int(memory * (1 << 30))
 
 
 def on_disk(x: Any) -> Mapped | None:
-    """Training samples that stay on the disk, where they do."""
+    """The training samples if they stay on disk; else None."""
     return x if isinstance(x, Mapped) else None
 
 
 class Mapped:
-    """Stands where a tensor of training samples would: rows that are asked for are read, and come as a tensor."""
+    """Takes the place of a tensor of training samples: requested rows are read, and returned as a tensor."""
 
-    _version = 0  # nobody writes to it
+    _version = 0  # it is never written to
 
     def __init__(self, source: np.memmap[Any, Any], allowance: int) -> None:
         kind_of("x_train", source)
         if source.ndim < 2 or 0 in source.shape:
             raise SettingError("x_train", source.shape, "must have the shape (samples, ...) with none of them 0")
         self.source, self.allowance = source, allowance
-        self.chosen: Array | None = None  # the rows that count; all of them, if nobody chose
+        self.chosen: Array | None = None  # the rows in use; None for all
         self.device = torch.device("cpu")
         self.dtype = torch.int64 if kind_of("x_train", source) == "integers" else torch.float32
 
     @staticmethod
     def size(source: Array) -> int:
-        """Bytes of the whole, as it is trained on."""
+        """Bytes of all samples in the type used for training."""
         return source.size * (8 if source.dtype.kind in "iu" and source.dtype != np.uint8 else 4)
 
     @property
@@ -55,7 +55,7 @@ class Mapped:
         return self.size(self.source[:1])
 
     def room(self, share: int) -> int:
-        """Rows that fit into that part of the allowance; at least one has to."""
+        """Rows that fit into that part of the allowance; at least one must."""
         if not (rows := self.allowance // share // self.row):
             words = f"a sample takes {self.row} bytes, and a {share}th of this must hold one; allow more"
             raise SettingError("data_memory", f"{self.allowance} bytes", words)
@@ -76,11 +76,11 @@ class Mapped:
         return self.dtype.is_floating_point
 
     def to(self, device: torch.device) -> Mapped:
-        """The same, whose rows come to that device."""
+        """The same samples, with rows returned on that device."""
         return self.changed(device=device)
 
     def rows(self, chosen: Array | Tensor) -> Mapped:
-        """Some of the rows; nothing is read."""
+        """A subset of the rows; nothing is read yet."""
         every = np.arange(len(self)) if self.chosen is None else self.chosen
         return self.changed(chosen=every[np.asarray(chosen)])
 
@@ -96,7 +96,7 @@ class Mapped:
         return into
 
     def read(self, at: Array, into: Tensor) -> None:
-        """Rows into the first places of a tensor, some at a time and in the order in which they lie on the disk."""
+        """Read rows into the first places of a tensor, some at a time and in their order on disk."""
         rows = at if self.chosen is None else self.chosen[at]
         order = np.argsort(rows, kind="stable")
         for places in np.split(order, range(self.room(READING), len(order), self.room(READING))):
@@ -107,7 +107,7 @@ class Mapped:
         return self.file()[at if self.chosen is None else self.chosen[at]]
 
     def file(self) -> Array:
-        """A .npy file is mapped anew each time: pages that were read do not stay."""
+        """The file. A .npy file is mapped again each time, so that pages already read do not stay in memory."""
         path = str(getattr(self.source, "filename", ""))
         return np.lib.format.open_memmap(path, mode="r") if path.endswith(".npy") else self.source
 
@@ -116,7 +116,7 @@ class Mapped:
         return torch.stack([self[start : start + self.room(READING)].max() for start in parts]).max()
 
     def block(self, rows: Array) -> Tensor:
-        """Rows of the file, ready to train on."""
+        """Rows of the file, converted for training."""
         held = np.asarray(self.file()[rows])
         if self.dtype == torch.int64:
             return whole_of("x_train", held)

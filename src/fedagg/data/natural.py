@@ -1,6 +1,6 @@
-"""Data that belong to people already: readers of sets that name the writer, person or role behind every training sample.
+"""Data that belong to people: readers of sets that name the writer, person or role behind every training sample.
 
-Like the other readers of named sets these take files that may be damaged: whatever is wrong with one is a DataError.
+As for other named sets, the files may be damaged: any damage is a DataError.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from fedagg.tasks import PADDING
 
 Array = npt.NDArray[Any]
 
-# The characters of the usual federated benchmark on Shakespeare, in its order. A character's number is its place here plus one; 0
-# is padding, 87 any other character, and 88 and 89 are kept for the begin and the end of a text: 90 in all.
+# The characters of the usual federated benchmark on Shakespeare, in its order. A character's number is its index here plus one; 0
+# is padding, 87 is any other character, and 88 and 89 are reserved for the beginning and the end of a text: 90 in all.
 CHARACTERS = "dhlptx@DHLPTX $(,048cgkoswCGKOSW[_#'/37;?bfjnrvzBFJNRVZ\"&*.26:\naeimquyAEIMQUY]!%)-159\r"
 OTHER, VOCABULARY, LENGTH = 87, 90, 80
-TAUGHT = 0.9  # share of a role's text to train on; the rest, which comes later, is for tests
+TAUGHT = 0.9  # share of a role's text to train on; the rest, which comes later, is for testing
 
 ACTIVITIES = ("walking", "walking upstairs", "walking downstairs", "sitting", "standing", "laying")
 TRANSITIONS = ("stand to sit", "sit to stand", "sit to lie", "lie to sit", "stand to lie", "lie to stand")
 TEST_PEOPLE = (2, 4, 9, 10, 12, 13, 18, 20, 24)  # those of the publishers' own split
-WINDOW, STEP = 128, 64  # readings at 50 Hz: 2.56 seconds, each half of the last one
+WINDOW, STEP = 128, 64  # readings at 50 Hz: windows of 2.56 seconds that overlap by half
 
 LETTERS_TEST = 1 / 7  # the official split's share
 LETTERS_SEED = 26
@@ -39,14 +39,14 @@ LETTERS_SEED = 26
 
 @dataclass(frozen=True)
 class Read:
-    """What the files of a named set hold."""
+    """The content of a named set's files."""
 
     x_train: Array
     y_train: Array
     x_test: Array
     y_test: Array
     users: Array | None = None  # of the training samples
-    labels: tuple[str, ...] | None = None  # what the classes are called
+    labels: tuple[str, ...] | None = None  # names of the classes
 
 
 def tokens(text: str) -> npt.NDArray[np.int64]:
@@ -58,7 +58,7 @@ def tokens(text: str) -> npt.NDArray[np.int64]:
 
 
 def writers(paths: Sequence[Path], on: Read | None) -> Read:
-    """MNIST's images with the writers that QMNIST's labels name: eight numbers an image, class first, writer third."""
+    """MNIST's images with the writers from QMNIST's labels: eight numbers per image, class first, writer third."""
     assert on is not None
     rows = read_idx(paths[0], kind="int")
     if rows.shape != (len(on.y_train), 8):
@@ -70,7 +70,7 @@ def writers(paths: Sequence[Path], on: Read | None) -> Read:
 
 
 def letters(paths: Sequence[Path], _: Read | None) -> Read:
-    """EMNIST letters in one heap, `X` upright and `y` from 0, split here: of every class the same share is for tests."""
+    """EMNIST letters in one set, `X` upright and `y` from 0, split here: the same share of every class is for testing."""
     held = arrays(paths[0], {"X": ("u", 3), "y": ("u", 1)})
     x, y = held["X"][:, None], held["y"].astype(np.int64)
     if len(x) != len(y) or y.max() > 25:
@@ -118,7 +118,7 @@ def activities(paths: Sequence[Path], _: Read | None) -> Read:
 
 
 def digits_of_leaf(paths: Sequence[Path], _: Read | None) -> Read:
-    """LEAF's FEMNIST: 784 numbers from 0 to 1 an image, 62 classes (digits, capitals, small letters)."""
+    """LEAF's FEMNIST: 784 numbers from 0 to 1 per image, 62 classes (digits, capitals, small letters)."""
 
     def images(path: Path, x: list[Any], y: list[Any]) -> tuple[Array, Array]:
         try:
@@ -143,7 +143,7 @@ def text_of_leaf(paths: Sequence[Path], _: Read | None) -> Read:
 
 
 def leaf(folder: Path, convert: Any, labels: tuple[str, ...] | None) -> Read:
-    """LEAF's JSON: files of some users each, in the folders train and test."""
+    """LEAF's JSON: files with some users each, in the folders train and test."""
     parts: dict[str, list[tuple[Array, Array]]] = {}
     users: list[str] = []
     for part in ("train", "test"):
@@ -175,7 +175,7 @@ def parsed(path: Path) -> dict[str, Any]:
 
 def roles(paths: Sequence[Path], _: Read | None) -> Read:
     """Speeches by role, as {"users": [...], "speeches": {role: [...]}}: 80 characters, and for each of them the one that follows.
-    The first nine tenths of a role's text are for training, what comes after them for tests."""
+    The first nine tenths of a role's text are for training, the rest for testing."""
     try:
         held = json.loads(gzip.decompress(paths[0].read_bytes()))
         texts = {str(user): tokens("\n".join(held["speeches"][user])) for user in held["users"]}
@@ -192,7 +192,7 @@ def roles(paths: Sequence[Path], _: Read | None) -> Read:
 
 
 def lines(text: Array) -> Array:
-    """A text in rows of 81: each begins with the last character of the one before it, and the last one is padded."""
+    """A text in rows of 81: each begins with the last character of the one before it, and the last row is padded."""
     count = -(-(len(text) - 1) // LENGTH) if len(text) > 1 else 0
     rows = np.zeros((count, LENGTH + 1), dtype=np.int64)
     for at, row in enumerate(rows):
@@ -202,16 +202,16 @@ def lines(text: Array) -> Array:
 
 
 def reading(rows: Array) -> tuple[Array, Array]:
-    """What is read, and what follows; nothing follows where the text has ended."""
+    """The inputs, and the characters that follow; nothing follows the end of a text."""
     return rows[:, :-1], np.where(rows[:, 1:] == 0, PADDING, rows[:, 1:])
 
 
 def arrays(path: Path, wanted: dict[str, tuple[str, int]]) -> dict[str, Array]:
-    """Arrays of an NPZ by name, each of a kind and a number of dimensions."""
+    """Arrays of an NPZ file by name, each of a given kind and number of dimensions."""
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as held:
             found = {name: held[name] for name in wanted}
-    except Exception as error:  # the readers of zip and npy fail in many ways on damaged files
+    except Exception as error:  # the readers of zip and npy raise many kinds of errors for damaged files
         raise DataError(f"{path}: cannot be read as an NPZ with {', '.join(wanted)} ({type(error).__name__})") from error
     for name, (kind, dimensions) in wanted.items():
         if found[name].dtype.kind != kind or found[name].ndim != dimensions or not found[name].size:
@@ -220,7 +220,7 @@ def arrays(path: Path, wanted: dict[str, tuple[str, int]]) -> dict[str, Array]:
 
 
 def numbers(path: Path) -> npt.NDArray[np.float32]:
-    """A text file of numbers, the same number of them on every line."""
+    """A text file of numbers, with the same count on every line."""
     try:
         made = np.loadtxt(path, dtype=np.float32, ndmin=2, encoding="ascii")
     except (OSError, ValueError, OverflowError) as error:

@@ -1,7 +1,7 @@
-"""Data as people have them, as a Dataset: arrays, tables, other libraries' data sets, files and folders.
+"""Make a Dataset from data in common forms: arrays, tables, other libraries' data sets, files and folders.
 
-Everything becomes parts, training and test, of samples and targets; a table is a dictionary of columns on the way. Other libraries
-are known by what their objects can do, so none of them is imported, and no file is unpickled.
+Everything becomes a training and a test part of samples and targets; tables become dictionaries of columns first. Other libraries'
+objects are recognised by their methods, so no library is imported, and no file is unpickled.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from fedagg.data.mapped import TEST as KEPT
 from fedagg.errors import FedaggError, SettingError, first_line, unknown
 
 Array = np.ndarray[Any, Any]
-TARGETS = ("label", "labels", "target", "y")  # what a column of labels is called where nobody says
+TARGETS = ("label", "labels", "target", "y")  # default names for a column of labels
 PICTURES = (".png", ".jpg", ".jpeg")
 TEST = 0.2
-FEW = 1000  # whole numbers of a table's target that are taken for names of classes
+FEW = 1000  # a table's integer targets with at most this many values are taken as class names
 FORMS = (
     "give (x, y), (x, y, x_test, y_test), a table, a torch or Hugging Face data set, a pair of those (training, test), the path of "
     "a file or folder, or a fedagg.Dataset"
@@ -42,7 +42,7 @@ FORMS = (
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns of a table are what. `user` may also be the ids themselves. `room` is what samples may take, in bytes."""
+    """The roles of a table's columns. `user` may also be the ids themselves. `room` is the limit for samples in bytes."""
 
     target: Sequence[str] | str | None = None
     features: Sequence[str] | str | None = None
@@ -50,7 +50,7 @@ class Columns:
     room: float = math.inf
 
     def split(self, table: Iterable[str]) -> tuple[list[str], list[str], str | None]:
-        """Targets, features and user, of the columns that there are."""
+        """The existing columns for targets, features and user."""
         names = list(table)
         target, user = target_of(names, self), self.user if isinstance(self.user, str) else None
         if user is not None and user not in names:
@@ -64,7 +64,7 @@ class Part:
     x: Any
     y: Any
     users: Any = None
-    names: tuple[str, ...] | None = None  # what the classes are called
+    names: tuple[str, ...] | None = None  # names of the classes
     table: bool = False
 
     def __len__(self) -> int:
@@ -88,7 +88,7 @@ def dataset(
     task: str | None = None,
     memory: float | None = None,
 ) -> Dataset:
-    """See `Dataset.of`."""
+    """The Dataset; see `Dataset.of`."""
     if isinstance(source, Dataset):
         for option, value in (("target", target), ("features", features), ("user", user), ("test", test), ("classes", classes)):
             if value is not None:
@@ -115,7 +115,7 @@ def dataset(
 
 
 def read(source: Any, columns: Columns | None = None) -> tuple[Part, Part | None]:
-    """Training part, and test part where the source has one."""
+    """The training part, and the test part if the source has one."""
     columns = columns or Columns()
     if isinstance(source, str | os.PathLike):
         return from_path(Path(source), columns)
@@ -138,7 +138,7 @@ def read(source: Any, columns: Columns | None = None) -> tuple[Part, Part | None
 
 
 def single(source: Any, columns: Columns) -> Part:
-    """One part, of something that holds samples and targets together."""
+    """One part, from an object that holds samples and targets together."""
     if isinstance(source, TorchDataset | DataLoader):
         return Part(*stacked(source), columns.user)
     if (table := table_of(source)) is not None:
@@ -173,7 +173,7 @@ def array(value: Any) -> Any:
         return value
     if isinstance(value, str | os.PathLike):
         return npy(Path(value), "data")
-    if hasattr(value, "toarray"):  # a sparse matrix of SciPy's
+    if hasattr(value, "toarray"):  # a sparse matrix from SciPy
         return value.toarray()
     if hasattr(value, "columns"):
         table = table_of(value) or {}
@@ -206,7 +206,7 @@ def stacked(samples: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def table_of(source: Any) -> dict[str, Any] | None:
-    """The columns of a table: of pandas, polars, pyarrow, Hugging Face, or a dictionary of arrays."""
+    """The columns of a table from pandas, polars, pyarrow or Hugging Face, or of a dictionary of arrays."""
     if is_hugging(source):
         if not hasattr(source, "__len__"):
             raise SettingError("data", type(source).__name__, "is streamed and has no end: take some of it into a data set first")
@@ -239,7 +239,7 @@ def targeted(x: Array, table: Mapping[str, Any], target: list[str], users: Any) 
 
 
 def features_of(table: Mapping[str, Any], chosen: list[str]) -> Array:
-    """Columns of numbers side by side as float32; or the one column that holds an array a row, as it is."""
+    """Columns of numbers side by side as float32; or the single column that holds an array per row, unchanged."""
     if not chosen:
         raise SettingError("features", chosen, f"name at least one column of {', '.join(table)}")
     for name in chosen:
@@ -259,7 +259,7 @@ def features_of(table: Mapping[str, Any], chosen: list[str]) -> Array:
 
 
 def plain(name: str, column: Any) -> Array:
-    """A column as an array of numbers, of words, or with an array a row; rows of tokens that differ in length are padded by 0."""
+    """A column as an array of numbers, of words, or with an array per row; rows of tokens are padded with 0 to equal length."""
     try:
         made = np.asarray(column)
     except ValueError:  # rows of different lengths
@@ -283,7 +283,7 @@ def plain(name: str, column: Any) -> Array:
             return padded
         raise SettingError("data", name, f"its rows differ in shape: {arrays[0].shape} and others; crop or pad them")
     try:
-        return made.astype(np.float64)  # numbers, and something that stands for those that are missing
+        return made.astype(np.float64)  # numbers, with some value for those that are missing
     except (ValueError, TypeError):
         kinds = sorted({type(row).__name__ for row in rows})
     raise SettingError("data", name, f"holds {' and '.join(kinds[:3])}; give a column of one kind, without missing values")
@@ -308,7 +308,7 @@ def from_path(path: Path, columns: Columns) -> tuple[Part, Part | None]:
 
 
 def from_folder(folder: Path, columns: Columns) -> tuple[Part, Part | None]:
-    """Images by class, in train and test or all together; or the tables or arrays of those names."""
+    """Images by class, in train and test or all together; or tables or arrays with those names."""
     for ending in (".csv", ".parquet"):
         if (train := folder / f"train{ending}").is_file():
             tested = train.with_stem("test")
@@ -333,10 +333,10 @@ def from_images(folder: Path) -> tuple[Part, Part | None]:
         try:
             with Image.open(path) as image:
                 held[top].append(np.asarray(image.convert("L" if image.mode in ("1", "L") else "RGB")))
-        except Exception as error:  # Pillow's readers fail in many ways on what is no image
+        except Exception as error:  # Pillow's readers raise many kinds of errors for files that are not images
             raise SettingError("dataset", str(path), f"cannot be read as an image: {first_line(error)}") from None
     every = [picture for top in tops for picture in held[top]]
-    if any(picture.ndim == 3 for picture in every):  # some are in colour: then all are
+    if any(picture.ndim == 3 for picture in every):  # if some are in colour, all become so
         held = {top: [np.broadcast_to(p[..., None], (*p.shape, 3)) if p.ndim == 2 else p for p in held[top]] for top in tops}
     sizes = [picture.shape for top in tops for picture in held[top]]
     if odd := [(path, size) for (path, _), size in zip(found, sizes, strict=True) if size != sizes[0]]:
@@ -354,7 +354,7 @@ def from_images(folder: Path) -> tuple[Part, Part | None]:
 
 
 def is_picture(value: Any) -> bool:
-    """Is this an image of Pillow's?"""
+    """Is this a Pillow image?"""
     return type(value).__module__.startswith("PIL.")
 
 
@@ -364,13 +364,13 @@ def pixels(image: Any) -> Array:
 
 
 def channels_first(images: Any) -> Array:
-    """(n, height, width) or (n, height, width, channels) as torch has them, (n, channels, height, width)."""
+    """(n, height, width) or (n, height, width, channels) in torch's order, (n, channels, height, width)."""
     stack = plain("images", images)
     return stack[:, None] if stack.ndim == 3 else np.ascontiguousarray(stack.transpose(0, 3, 1, 2))
 
 
 def from_csv(path: Path) -> dict[str, Array]:
-    """Columns by the names in the first line: of whole numbers, of numbers, or of text."""
+    """Columns by the names in the first line: integers, numbers or text."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as stream:
             lines = csv.reader(stream)
@@ -394,7 +394,7 @@ def number(text: str) -> bool:
 
 
 def typed(column: Sequence[str]) -> Array:
-    """An empty cell among numbers is one that is missing."""
+    """A column in its type; an empty cell among numbers is a missing value."""
     for kind in (np.int64, np.float64):
         try:
             return np.array([cell or "nan" for cell in column] if kind is np.float64 else column).astype(kind)
@@ -432,7 +432,7 @@ def numpy_of(table: Any) -> dict[str, Any]:
 
 
 def unpacked(batches: Iterable[Array], count: int) -> np.memmap[Any, Any]:
-    """Batches of samples one after the other in a .npy file, which goes when the process ends: Parquet has no single rows."""
+    """Write batches of samples to a .npy file that is removed when the process ends: Parquet cannot read single rows."""
     folder = tempfile.mkdtemp(prefix="fedagg-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     path, whole, at = Path(folder) / "x.npy", None, 0
@@ -453,13 +453,13 @@ def from_npz(path: Path) -> tuple[Part, Part | None]:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as held:
             found = {name.lower(): held[name] for name in held.files if name.lower() in ARRAYS}
             names = ", ".join(held.files)
-    except Exception as error:  # the readers of zip and npy fail in many ways on what is neither
+    except Exception as error:  # the readers of zip and npy raise many kinds of errors for other files
         raise SettingError("dataset", str(path), f"cannot be read as NPZ: {first_line(error)}") from None
     return from_arrays(path, found, names)
 
 
 def from_arrays(path: Path, found: Mapping[str, Array], names: str = "") -> tuple[Part, Part | None]:
-    """Arrays by their names: x_train and y_train, or x and y; and x_test, y_test and users where there are any."""
+    """The parts from arrays named x_train and y_train, or x and y; and x_test, y_test and users if present."""
     x, y = next(((a, b) for a, b in (("x_train", "y_train"), ("x", "y")) if a in found and b in found), ("", ""))
     if not x:
         words = f"needs x_train and y_train, or x and y, beside x_test, y_test and users where there are any; it has {names}"
@@ -469,7 +469,7 @@ def from_arrays(path: Path, found: Mapping[str, Array], names: str = "") -> tupl
 
 
 def from_npy(path: Path, columns: Columns) -> Part:
-    """Samples; targets and users are in files of their own."""
+    """The samples; targets and users are in separate files."""
     if not isinstance(columns.target, str):
         raise SettingError("target", columns.target, f"{path.name} holds samples alone; name the .npy file with their labels")
     users = npy(Path(columns.user), "user") if isinstance(columns.user, str) else columns.user
@@ -477,10 +477,10 @@ def from_npy(path: Path, columns: Columns) -> Part:
 
 
 def npy(path: Path, setting: str) -> Array:
-    """An array that stays on the disk until it is used; mapping a file never unpickles."""
+    """An array that stays on disk until it is used; mapping a file never unpickles."""
     try:
         return np.lib.format.open_memmap(path, mode="r")
-    except Exception as error:  # numpy's reader fails in a dozen ways on a damaged header
+    except Exception as error:  # numpy's reader raises many kinds of errors for a damaged header
         raise SettingError(setting, str(path), f"cannot be read as .npy: {first_line(error)}") from None
 
 
@@ -488,7 +488,7 @@ def npy(path: Path, setting: str) -> Array:
 
 
 def numbered(train: Part, test: Part) -> tuple[Any, Any, tuple[str, ...] | None]:
-    """Words as numbers, over both parts, and the words in that order; whole numbers of a table, too, that do not count from 0."""
+    """Words as numbers, over both parts, and the words in that order; also a table's integers that do not count from 0."""
     if train.names is not None or not all(isinstance(part.y, np.ndarray) and part.y.ndim == 1 for part in (train, test)):
         return train.y, test.y, train.names
     both = np.concatenate([train.y, test.y])
@@ -502,7 +502,7 @@ def numbered(train: Part, test: Part) -> tuple[Any, Any, tuple[str, ...] | None]
 
 
 def as_wide(part: Part, other: Part) -> Part:
-    """Rows of tokens, padded by 0 to the longest of both parts."""
+    """Rows of tokens, padded with 0 to the longer of both parts."""
     if not all(isinstance(x, np.ndarray) and x.ndim == 2 and x.dtype.kind in "iu" for x in (part.x, other.x)):
         return part
     more = other.x.shape[1] - part.x.shape[1]
@@ -510,7 +510,7 @@ def as_wide(part: Part, other: Part) -> Part:
 
 
 def held_out(part: Part, share: Any) -> tuple[Part, Part]:
-    """A share of the samples, drawn by a fixed seed, to test on; of samples that stay on the disk, as many as may be in memory."""
+    """Training and test parts. The test share is drawn by a fixed seed; from disk it is at most what fits into memory."""
     most = part.x.room(KEPT) if isinstance(part.x, Mapped) else len(part)
     count = min(most, round(float(share) * len(part))) if 0 < share < 1 else 0
     if not 0 < count < len(part):

@@ -1,7 +1,7 @@
-"""Where the named datasets come from: their files, how they are fetched, and how they are told from damaged ones.
+"""Where the named datasets come from: their files, how they are downloaded, and how damage is detected.
 
-Files lie as their publishers lay them out. Their hashes are checked when they are fetched, and again whenever they are read:
-half a second for CIFAR-10, and a flipped byte is never trained on.
+Files keep their publishers' layout. Their hashes are checked after download, and again whenever they are read. This takes half a
+second for CIFAR-10, and ensures that a flipped byte is never trained on.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MEMBER_LIMIT = 1 << 30
 
 @dataclass(frozen=True)
 class File:
-    """One file of a dataset. `plain_sha256` is for the same file without its gz, which is as welcome."""
+    """One file of a dataset. `plain_sha256` is for the same file without gz, which is accepted too."""
 
     name: str
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class File:
 
 @dataclass(frozen=True)
 class Archive:
-    """A publisher's archive; `folder` is the folder of the wanted files within it."""
+    """A publisher's archive; `folder` is the folder within it that has the wanted files."""
 
     url: str
     hash: str
@@ -60,9 +60,9 @@ class Archive:
 class Source:
     """A named dataset: training files before test files, and for IDX images before labels.
 
-    One that is made of other files has a `reader`, which is given their paths (the folder alone where their names are not fixed)
-    and what was read of the set that it builds `on`. `users` says that it names the user of every training sample, `how` where
-    its files can be had.
+    A set made from other files has a `reader`, which is given their paths (only the folder if their names are not fixed) and the
+    content of the set that it builds `on`. `users` says that it gives the user of every training sample, `how` says where to get
+    its files.
     """
 
     folder: str
@@ -79,7 +79,7 @@ class Source:
 
 
 def _idx(prefix: str, train: int, test: int, *pins: tuple[int, str, str | None]) -> tuple[File, ...]:
-    """The four files of an MNIST-like dataset, with (size, SHA-256, SHA-256 without gz) of each where known."""
+    """The four files of an MNIST-like dataset, with (size, SHA-256, SHA-256 without gz) of each, if known."""
     names = (
         (f"{prefix}train-images-idx3-ubyte.gz", (train, 28, 28)),
         (f"{prefix}train-labels-idx1-ubyte.gz", (train,)),
@@ -143,8 +143,8 @@ SOURCES = {
             "https://storage.googleapis.com/cvdf-datasets/mnist/",
         ),
     ),
-    # The hashes of the single letters files are not known here: they are pinned through the archive's MD5 and, once
-    # extracted, through their sample counts.
+    # The hashes of the single letters files are not known here: they are verified through the archive's MD5 and, once extracted,
+    # through their sample counts.
     "emnist-letters": Source(
         folder="emnist",
         classes=26,
@@ -185,7 +185,7 @@ SOURCES = {
             "cifar-100-binary",
         ),
     ),
-    # Sets that name the user behind every training sample.
+    # Sets that give the user of every training sample.
     "mnist-writers": Source(
         folder="qmnist",
         classes=10,
@@ -217,7 +217,7 @@ SOURCES = {
         users=True,
         how="put the raw signals there, as `docs/your-own-data.md` says",
     ),
-    # UCI publishes no hashes: these files are told by their sizes and what is in them.
+    # UCI publishes no hashes: these files are checked by their sizes and content.
     "uci-har": Source(
         folder="UCI HAR Dataset",
         classes=6,
@@ -273,12 +273,12 @@ SOURCES = {
 
 
 def names() -> list[str]:
-    """The datasets that `load` knows, the embedded one first."""
+    """The names of the datasets that `load` knows, the embedded one first."""
     return list(SOURCES)
 
 
 def where(data_dir: Where = None) -> Path:
-    """The folder of downloaded data: the argument, else the environment's FEDAGG_DATA, else the user's cache."""
+    """The folder of downloaded data: the argument, else the environment variable FEDAGG_DATA, else the user's cache."""
     chosen = data_dir or os.environ.get("FEDAGG_DATA")
     if chosen:
         return Path(chosen).expanduser()
@@ -288,9 +288,9 @@ def where(data_dir: Where = None) -> Path:
 
 
 def fetch(name: str, data_dir: Where = None) -> Path:
-    """Download what is missing, check the hash of every file, and return the folder they lie in.
+    """Download what is missing, check the hash of every file, and return the folder.
 
-    A wrong file that is already there is not ours to overwrite: it is an error that says to delete it.
+    An existing wrong file is not overwritten, because it is not ours: it is an error that says to delete it.
     """
     source = _source(name)
     folder = _folder(name, data_dir)
@@ -306,10 +306,10 @@ def fetch(name: str, data_dir: Where = None) -> Path:
 
 
 def verify(name: str, data_dir: Where = None) -> list[tuple[Path, bool]]:
-    """Every file of the dataset, and whether it is there with the published content, by its full hash."""
+    """Every file of the dataset, and whether it exists with the published content, by its full hash."""
     source = _source(name)
     checked = verify(source.on, data_dir) if source.on else []
-    if not source.files:  # files whose names are not fixed, such as a split that somebody drew: reading them is the check
+    if not source.files:  # files without fixed names, such as a user's own split: reading them is the check
         return checked + [(path, _reads(name, data_dir)) for path in [_folder(name, data_dir)]]
     paths = _paths(source, _folder(name, data_dir))
     return checked + [(path, os.path.isfile(path) and _right(source, path)) for path in paths]
@@ -364,12 +364,12 @@ def _source(name: str) -> Source:
 
 
 def _folder(name: str, data_dir: Where) -> Path:
-    """mnist-mini is part of the package, the others are in the data directory."""
+    """The set's folder: mnist-mini is part of the package, the others are in the data directory."""
     return (_HERE if name == "mnist-mini" else where(data_dir)) / SOURCES[name].folder
 
 
 def _paths(source: Source, folder: Path) -> list[Path]:
-    """The path of each file; without its gz where only that is there."""
+    """The path of each file; without gz if only that one exists."""
     paths = [folder / file.name for file in source.files]
     return [
         path.with_suffix("") if path.suffix == ".gz" and not os.path.isfile(path) and os.path.isfile(path.with_suffix("")) else path
@@ -382,7 +382,7 @@ def _file(source: Source, path: Path) -> File:
 
 
 def _right(source: Source, path: Path) -> bool:
-    """Whether a file has the published content: by its hash, or by its structure where no hash is known."""
+    """Whether a file has the published content: by its hash, or by its structure if no hash is known."""
     file = _file(source, path)
     try:
         if _expected(file, path) is None:
@@ -395,7 +395,7 @@ def _right(source: Source, path: Path) -> bool:
 
 
 def _untouched(source: Source, path: Path) -> bool:
-    """Whether a file has the published hash, where one is known; whoever reads it looks at its structure."""
+    """Whether a file has the published hash, if one is known; its structure is checked when it is read."""
     expected = _expected(_file(source, path), path)
     try:
         with path.open("rb") as stream:
@@ -409,7 +409,7 @@ def _expected(file: File, path: Path) -> str | None:
 
 
 def _download(name: str, folder: Path) -> None:
-    """Bring every missing file; each is checked aside and only then moved into place."""
+    """Download every missing file; each is checked in a temporary place and only then moved."""
     source = SOURCES[name]
     missing = [path for path in _paths(source, folder) if not os.path.isfile(path)]
     if not missing:
@@ -436,13 +436,13 @@ def _download(name: str, folder: Path) -> None:
         why = "came with a wrong hash" if isinstance(error, ValueError) else "could not be downloaded"
         raise DataError(_missing(name, missing[0], f"is missing and {why} ({type(error).__name__})")) from error
     finally:
-        for path in new:  # the inner ones first; those with something in them stay
+        for path in new:  # the inner ones first; non-empty ones stay
             with suppress(OSError):
                 path.rmdir()
 
 
 def _retrieve(urls: Sequence[str], known_hash: str, scratch: Path) -> Path:
-    """Download from the first mirror that has the file; the last one's error is the one that counts."""
+    """Download from the first mirror that has the file; if all fail, raise the last one's error."""
     import pooch
 
     for url in urls[:-1]:
@@ -460,10 +460,10 @@ def _place(name: str, arrived: Path, path: Path) -> None:
 
 
 def extract(archive: Path, folder: str, wanted: Sequence[File], into: Path) -> list[Path]:
-    """Take the wanted files, and nothing else, out of that folder of a tar or zip.
+    """Extract the wanted files, and nothing else, from that folder of a tar or zip.
 
-    Members are found by their exact names and copied to names of our own, so no path, link or device in the archive
-    can lead out of `into`.
+    Members are found by their exact names and copied to names of our own, so no path, link or device in the archive can lead out of
+    `into`.
     """
     targets = []
     try:
@@ -484,7 +484,7 @@ def extract(archive: Path, folder: str, wanted: Sequence[File], into: Path) -> l
                         targets.append(_copy(contents, member.size, file, into))
     except DataError:
         raise
-    except Exception as error:  # the readers of tar and zip, and the decompressors below them, fail in many ways
+    except Exception as error:  # the readers of tar and zip, and their decompressors, raise many kinds of errors
         why = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"{archive.name}: not the archive it should be ({why}); fetch it again") from error
     return targets

@@ -1,5 +1,4 @@
-"""What is to be predicted: class labels, real numbers, several labels a sample, or a label a token. Which of them, the arrays tell
-where it is clear."""
+"""Targets: class labels, real numbers, several labels per sample, or a label per token. The arrays tell which, if this is clear."""
 
 from __future__ import annotations
 
@@ -12,13 +11,13 @@ from fedagg.data.arrays import Array, kind_of, tensor_of, whole_of
 from fedagg.errors import SettingError
 from fedagg.tasks import PADDING, TASKS, find
 
-MOST_CLASSES = 1_000_000  # labels beyond this are names or numbers of another kind
+MOST_CLASSES = 1_000_000  # larger labels are ids or other numbers
 
 Targets = dict[str, torch.Tensor]  # y_train and y_test
 
 
 def understood(task: str | None, x: Array, y_train: Array, y_test: Array) -> str:
-    """The task: as given, or as the targets tell. They are unclear where they could be two things: that is an error."""
+    """The task: as given, or as the targets suggest. Targets that could mean two things are an error."""
     if task is not None:
         return find(task).name
     both = {"y_train": y_train, "y_test": y_test}
@@ -52,7 +51,7 @@ def kind_of_target(key: str, y: Array) -> str:
 
 
 def fractional(y: Array) -> bool:
-    """Is there a number that is not whole?"""
+    """Is there a number with a fraction?"""
     numbers = tensor_of(y, torch.float64)
     return bool((torch.isfinite(numbers) & (numbers != numbers.trunc())).any())
 
@@ -63,7 +62,7 @@ def not_one_label(key: str, y: Array, more: str = "") -> SettingError:
 
 
 def read(task: str, y_train: Array, y_test: Array) -> Targets:
-    """The targets as the task's loss takes them."""
+    """The targets in the form that the task's loss takes."""
     made = {}
     for key, y in (("y_train", y_train), ("y_test", y_test)):
         kind_of_target(key, y)
@@ -74,7 +73,7 @@ def read(task: str, y_train: Array, y_test: Array) -> Targets:
 
 
 def outputs(task: str, targets: Targets, x: torch.Tensor, classes: int | None) -> int:
-    """How many numbers a model has to put out: classes, quantities, labels, or tokens there are; `classes` is what was given."""
+    """How many outputs a model needs: classes, quantities, labels, or tokens of the vocabulary; `classes` is the given number."""
     if classes is not None and (isinstance(classes, bool) or not isinstance(classes, int | np.integer) or classes < 1):
         raise SettingError("classes", classes, "must be a whole number from 1 up, or None to count the labels")
     if task in ("regression", "multilabel"):
@@ -84,7 +83,7 @@ def outputs(task: str, targets: Targets, x: torch.Tensor, classes: int | None) -
         return count
     if classes is None:
         highest = [int(y.max()) for y in targets.values()]
-        if task == "tokens":  # where text is continued, a token that is only read is one of the vocabulary, too
+        if task == "tokens":  # when text is continued, tokens that only appear as input belong to the vocabulary too
             alike = not x.is_floating_point() and x.shape == targets["y_train"].shape
             highest += [0, int(x.max()) if alike else 0]
         classes = 1 + max(highest)
