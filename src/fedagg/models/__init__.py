@@ -1,4 +1,4 @@
-"""The networks that are known by name: those of the paper's experiments, and a few more that federated papers use."""
+"""The networks known by name: those of the paper's experiments, and some others from federated papers."""
 
 from fedagg.models.heads import has_body, head, head_parameters
 from fedagg.models.registry import ARCHITECTURES, PUBLISHED, build, names, register

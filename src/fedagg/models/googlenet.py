@@ -47,9 +47,9 @@ class Inception(nn.Module):
 def googlenet(shape: tuple[int, int, int], classes: int, *, norm: str) -> nn.Module:
     """Szegedy et al., "Going Deeper with Convolutions" (CVPR 2015).
 
-    The nine Inception modules of the paper's Table 1. Adapted: one 3×3 convolution to 192 channels replaces the stem
-    that shrinks its image eightfold; each convolution is normalised, which by Ioffe & Szegedy, "Batch Normalization"
-    (ICML 2015), makes the dropout and the auxiliary classifiers unnecessary, and both are left out.
+    The nine Inception modules of the paper's Table 1. Adapted: one 3×3 convolution to 192 channels replaces the stem that shrinks
+    its image eightfold. Each convolution is normalised, which according to Ioffe & Szegedy, "Batch Normalization" (ICML 2015),
+    makes dropout and the auxiliary classifiers unnecessary, so both are left out.
     """
     layers: list[nn.Module] = conv_block(shape[0], 192, 3, norm=norm, padding=1)
     inputs = 192

@@ -24,7 +24,7 @@ def head(model: nn.Module, name: str | None = None) -> str:
 
 
 def head_parameters(model: nn.Module, name: str | None = None) -> list[str]:
-    """Names of the head's parameters, as `model.named_parameters()` has them."""
+    """Names of the head's parameters, as in `model.named_parameters()`."""
     path = head(model, name)
     return [parameter for parameter, _ in model.get_submodule(path).named_parameters(prefix=path)]
 

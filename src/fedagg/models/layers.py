@@ -1,4 +1,4 @@
-"""The parts that several architectures share: normalisation and He initialisation."""
+"""Parts that several architectures share: normalisation and He initialisation."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def conv_block(inputs: int, outputs: int, kernel: int, *, norm: str, stride: int
 def he_init(model: nn.Module, mode: Literal["fan_in", "fan_out"] = "fan_out") -> None:
     """Initialise a deep ReLU network so that its signal neither fades nor explodes with depth.
 
-    He et al., "Delving Deep into Rectifiers" (ICCV 2015): normal weights of variance 2 / fan, biases zero. The
-    last linear layer feeds no ReLU and starts at N(0, 0.01²), so that the first predictions are near uniform. With
-    PyTorch's own default, what tells two images apart fades several hundredfold on its way through VGG-11.
+    He et al., "Delving Deep into Rectifiers" (ICCV 2015): normal weights of variance 2 / fan, biases zero. The last linear layer
+    feeds no ReLU and starts at N(0, 0.01²), so that the first predictions are nearly uniform. With PyTorch's default, the
+    difference between two images shrinks several hundredfold on its way through VGG-11.
     """
     layers = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
     for layer in layers:

@@ -8,9 +8,8 @@ from torch import nn
 def lenet5(shape: tuple[int, int, int], classes: int) -> nn.Sequential:
     """LeCun et al., "Gradient-Based Learning Applied to Document Recognition" (Proc. IEEE, 1998).
 
-    As in the FedAgg paper: ReLU and max pooling, and 5·5·32 features (LeCun's 5·5·16, doubled; so the first
-    convolution has 16 channels where LeCun's has 6). LeCun padded 28×28 digits to 32×32; here the first convolution
-    pads them, and 32×32 images go in unpadded.
+    As in the FedAgg paper: ReLU and max pooling, and 5·5·32 features (twice LeCun's 5·5·16, so the first convolution has 16
+    channels and not 6). LeCun padded 28×28 digits to 32×32; here the first convolution pads them, and 32×32 images are not padded.
     """
     channels, side, _ = shape
     return nn.Sequential(

@@ -1,4 +1,4 @@
-"""Models by name: checks what was asked for, then builds it from a seed."""
+"""Models by name: check the request, then build the model from a seed."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ SIDES = (28, 32)
 
 @dataclass(frozen=True)
 class Architecture:
-    """How to make a model, and which options it has. `norms` starts with the default; empty means it has no norm."""
+    """How to make a model, and its options. `norms` starts with the default; empty means that there is no norm."""
 
     make: Callable[..., nn.Module]
     norms: tuple[str, ...] = ()
     dropout: float | None = None
     any_shape: bool = False
-    text: bool = False  # samples are rows of token ids, and classes the vocabulary
+    text: bool = False  # samples are rows of token ids, and classes are the vocabulary
 
 
 class Networks(Registry[Architecture]):
-    """The networks by name. Those of others are functions of a sample's shape and the number of classes."""
+    """The networks by name. Registered ones are functions of a sample's shape and the number of classes."""
 
     def add(self, name: str, thing: Architecture | Callable[..., nn.Module]) -> None:
         super().add(name, thing if isinstance(thing, Architecture) else Architecture(thing, any_shape=True))
@@ -66,7 +66,7 @@ register = ARCHITECTURES.register
 
 
 def names() -> tuple[str, ...]:
-    """The models `build` knows, small ones first."""
+    """The names of the models that `build` knows, small ones first."""
     return tuple(ARCHITECTURES)
 
 
@@ -80,7 +80,7 @@ def build(
     seed: int = 0,
     tokens: bool = False,
 ) -> nn.Module:
-    """Build a model on the CPU, its initial weights a function of `seed` alone.
+    """Build a model on the CPU. Its initial weights depend only on `seed`.
 
     Args:
         name: one of `names()`.
@@ -90,8 +90,8 @@ def build(
         norm: "batch", "group" or, for alexnet and vgg11, "none". None is the architecture's default. Ignored by architectures
             without normalisation.
         dropout: probability of dropping a unit, for cifar10-cnn and alexnet. None is the architecture's default, 0.5.
-        seed: of the initial weights. No random state outside this call is read or changed.
-        tokens: models of text say at every position what comes next, (B, T, classes), and not only after the last one.
+        seed: for the initial weights. No random state outside this call is read or changed.
+        tokens: models of text predict the next token at every position, (B, T, classes), and not only after the last one.
     """
     architecture = ARCHITECTURES.find(name)
     dims = tuple(shape)

@@ -1,6 +1,6 @@
-"""Networks that read text, rows of token ids, (B, T), and say which token is next: after the last one, or after every one.
+"""Networks that read text, as rows of token ids, (B, T), and predict the next token: after the last position, or at every position.
 
-They are made of layers that put out one thing for one input, so that the engines can see through them.
+Each of their layers has one input and one output, so that the engines can trace them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ WIDTH, HEADS, BLOCKS = 128, 4, 4  # char-transformer
 
 
 class LSTM(nn.Module):
-    """`nn.LSTM` with batches first, and with its parameters and their names; puts out the last layer's state at every position.
+    """`nn.LSTM` with batches first, and with the same parameters and names; it returns the last layer's state at every position.
 
-    Torch's own LSTM cannot be vectorised over clients (`vmap` runs it one client after the other). There the cell is written out.
+    Torch's own LSTM cannot be vectorised over clients (`vmap` runs it one client after another). In that case the cell is written
+    out.
     """
 
     def __init__(self, inputs: int, hidden: int, layers: int = 1) -> None:
@@ -64,7 +65,7 @@ def cells(x: Tensor, w: Tensor, u: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 class Positions(nn.Module):
-    """Adds to every token what is learnt about its position."""
+    """Adds a learnt vector for its position to every token."""
 
     def __init__(self, length: int, width: int) -> None:
         super().__init__()
@@ -97,14 +98,14 @@ def later(scores: Tensor) -> Tensor:
 
 
 class Last(nn.Module):
-    """What is known at the last position."""
+    """The state at the last position."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x[:, -1]
 
 
 class Block(nn.Module):
-    """A transformer's block with the norms first, which trains without a warm-up of the rate (Xiong et al., ICML 2020)."""
+    """A transformer block with the norms first, which trains without a warm-up of the rate (Xiong et al., ICML 2020)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
