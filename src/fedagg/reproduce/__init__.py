@@ -1,1 +1,1 @@
-"""The paper's tables and figures: what to run, running it, and setting it beside the paper's numbers."""
+"""The paper's tables and figures: what to run, running it, and comparing it with the paper's numbers."""

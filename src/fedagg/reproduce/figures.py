@@ -1,4 +1,4 @@
-"""The paper's figures, from what is in the results folder."""
+"""The paper's figures, drawn from the results folder."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from fedagg.reproduce.results import Measured, Store
 
 
 def draw(spec: Spec, store: Store, folder: Path, formats: Sequence[str]) -> list[Path]:
-    """The figure's files, one for every data set and model in it; nothing where nothing was measured."""
+    """The figure's files, one for every data set and model in it; none if nothing was measured."""
     if spec.kind == "partition":
         return partition(spec, folder, formats)
     drawn: list[Path] = []
     for label, rows in groupby(spec.rows, key=lambda row: row.label):
         group = list(rows)
         for participation in spec.participation if spec.kind == "curves" else [None]:
-            # Bars show all shares of clients together; curves get a file each.
+            # Bars show all shares of clients together; curves have a file for each.
             share = f"_p{100 * participation:g}" if participation is not None and len(spec.participation) > 1 else ""
             paths = [folder / f"{spec.name}_{common(group)}{share}.{ending}" for ending in formats]
             if participation is not None:
@@ -35,7 +35,7 @@ def draw(spec: Spec, store: Store, folder: Path, formats: Sequence[str]) -> list
 
 
 def curves(spec: Spec, store: Store, rows: Sequence[Row], participation: float, paths: Sequence[Path], title: str) -> list[Path]:
-    """Accuracy above loss (beside it, if alone), a column a distribution; mean and standard deviation over seeds."""
+    """Accuracy above loss (beside it, if alone), one column per distribution; mean and standard deviation over seeds."""
     accuracy, loss = [], []
     for row in rows:
         found = list(measured(spec, store, row, participation))
@@ -49,7 +49,7 @@ def curves(spec: Spec, store: Store, rows: Sequence[Row], participation: float, 
 
 
 def measured(spec: Spec, store: Store, row: Row, participation: float) -> Iterator[tuple[int, str, list[Measured]]]:
-    """What there is to draw in a panel: a number that fixes the colour, a label, and a cell a seed."""
+    """The content of a panel: a number that determines the colour, a label, and one cell per seed."""
     lines = [(method, variant) for method in spec.methods for variant in spec.variants]
     for index, (method, variant) in enumerate(lines):
         if spec.applies(row, method):
@@ -62,7 +62,7 @@ def measured(spec: Spec, store: Store, row: Row, participation: float) -> Iterat
 
 
 def line(label: str, column: str, cells: Sequence[Measured], index: int, scale: float = 1.0) -> Series:
-    """Rounds that every seed was evaluated in; a loss that is not a number ends the line."""
+    """A line over the rounds in which every seed was evaluated; it ends at a loss that is NaN."""
     columns = [cell.column(column) for cell in cells]
     x, y, spread = [], [], []
     for number, values in enumerate(zip(*columns, strict=False), start=1):
@@ -76,7 +76,7 @@ def line(label: str, column: str, cells: Sequence[Measured], index: int, scale: 
 
 
 def bars(spec: Spec, store: Store, rows: Sequence[Row], paths: Sequence[Path], title: str) -> list[Path]:
-    """Accuracy of every method by distribution and share of clients, the paper's numbers marked on the bars."""
+    """Accuracy of every method by distribution and share of clients, with the paper's numbers marked on the bars."""
     whole = table.build(spec, store)
     lines = [line for line in whole.lines if line.row in rows and line.best is not None]
     if not lines:
@@ -95,7 +95,7 @@ def bars(spec: Spec, store: Store, rows: Sequence[Row], paths: Sequence[Path], t
 
 
 def partition(spec: Spec, folder: Path, formats: Sequence[str]) -> list[Path]:
-    """Who holds which labels, and the Wasserstein distance from everybody's mix. Needs the data, not a result."""
+    """Which client holds which labels, and the Wasserstein distance from the overall mix. Needs the data, but no results."""
     from fedagg.theory import heterogeneity
 
     counts, distances = {}, {}
@@ -114,5 +114,5 @@ def partition(spec: Spec, folder: Path, formats: Sequence[str]) -> list[Path]:
 
 
 def common(rows: Sequence[Row]) -> str:
-    """What the rows' names have in common: `cifar10-cnn` of `cifar10-cnn-iid`."""
+    """The common beginning of the rows' names: `cifar10-cnn` for `cifar10-cnn-iid`."""
     return rows[0].name.rsplit("-", 1)[0]

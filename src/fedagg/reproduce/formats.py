@@ -79,7 +79,7 @@ def clients(line: Line) -> str:
 def render(table: Table, form: str, console: Console | None = None) -> str:
     if form == "text":
         console = console or Console()
-        if not console.is_terminal:  # a pipe has no width of its own
+        if not console.is_terminal:  # a pipe has no width
             console = Console(width=WIDE, file=io.StringIO())
         with console.capture() as captured:
             console.print(text(table, console.width))
@@ -88,7 +88,7 @@ def render(table: Table, form: str, console: Console | None = None) -> str:
 
 
 def text(table: Table, width: int = 120) -> RenderableType:
-    """For the terminal: methods that do not fit beside each other go into further blocks below."""
+    """A table for the terminal: methods that do not fit side by side go into further blocks below."""
     ranked = has_order(table)
     room = max(1, (width - 52) // 15)
     blocks = [table.methods[i : i + room] for i in range(0, len(table.methods), room)]
@@ -133,7 +133,7 @@ def markdown(table: Table) -> str:
 
 
 def latex(table: Table) -> str:
-    """Needs the package booktabs; two lines a setting, ours above the paper's."""
+    """A table in LaTeX; needs the package booktabs. Two lines per setting, ours above the paper's."""
     ranked = has_order(table)
     heads = ["Setting", "Split", "Clients", *(name(m) for m in table.methods), *(["Order"] if ranked else [])]
     columns = "lll" + "r" * len(table.methods) + ("l" if ranked else "")

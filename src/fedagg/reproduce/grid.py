@@ -1,4 +1,4 @@
-"""Specifications: a table or figure as a grid of settings, read from a TOML file, and the cells it is made of."""
+"""Specifications: a table or figure as a grid of settings, read from a TOML file, and its cells."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fedagg.config import Config, having, known_method, no_such_option, options_
 from fedagg.errors import SettingError, unknown
 
 FOLDER = Path(__file__).resolve().parent.parent / "experiments" / "paper"
-OURS = ("quick", "table-tuned")  # not of the paper: beside its folder
+OURS = ("quick", "table-tuned")  # not from the paper: stored beside its folder
 KINDS = ("table", "tuned", "curves", "bars", "partition")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One setting of the paper: data, model and distribution. `settings` are those of a configuration file."""
+    """One setting of the paper: data, model and distribution. `settings` are as in a configuration file."""
 
     name: str
     label: str
@@ -32,12 +32,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the methods of a tuned table get their settings: the points tried for each, as many for all, and on what."""
+    """How methods of a tuned table get their settings: the points to try, the same number for each, and on which data."""
 
     grids: dict[str, tuple[dict[str, Any], ...]]
     validation: float = 0.1
     seeds: tuple[int, ...] = (5, 6)
-    halving: bool = False  # all points for a quarter of the rounds, and the best quarter of them for all
+    halving: bool = False  # all points for a quarter of the rounds, and the best quarter of them for all rounds
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Spec:
     tuning: Tuning | None = None
 
     def applies(self, row: Row, method: str) -> bool:
-        """Whether the method can be run there at all."""
+        """Whether the method can be run in this row."""
         model = self.config(row, method, self.participation[0], 0).model
         return not any(x["method"] == method and x["model"] == model for x in self.leave_out)
 
@@ -75,7 +75,7 @@ class Spec:
 
     @staticmethod
     def fit(given: dict[str, Any]) -> dict[str, Any]:
-        """An option goes to those of the methods that have it; a name that no method has stays, and is refused."""
+        """Keep an option for the methods that have it; a name that no method has stays, and is refused later."""
         own = options_of(given)
         return {k: v for k, v in given.items() if k in Config.model_fields or k in own or not having(k)}
 
@@ -102,7 +102,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Spec:
-    """The specification of that name, or the one in a TOML file of your own."""
+    """The specification of that name, or the one in a TOML file of yours."""
     path = Path(name) if name.endswith(".toml") else (FOLDER.parent if name in OURS else FOLDER) / f"{name}.toml"
     if not name.endswith(".toml") and name not in (*names(), *OURS):
         raise unknown("experiment", name, [*names(), "all", *OURS])
@@ -147,8 +147,8 @@ def parse(name: str, text: dict[str, Any]) -> Spec:
 
 
 def tuning(text: dict[str, Any]) -> Tuning:
-    """The grids of a tuned table. An axis has values of a setting, or tables of several settings that belong together; those in
-    `common` are every method's, unless its own grid has another axis of that name."""
+    """The grids of a tuned table. An axis has values of a setting, or tables of several settings that belong together. The axes in
+    `common` are for every method, unless its own grid has an axis of the same name."""
     grids: dict[str, tuple[dict[str, Any], ...]] = {}
     for method, own in text["grids"].items():
         axes = text.get("common", {}) | own
@@ -206,18 +206,18 @@ def narrow(
 
 
 def matches(name: str, pattern: str) -> bool:
-    """`cifar10-cnn` stands for all rows that begin so; `*` and `?` work as in file names."""
+    """Whether a row matches: `cifar10-cnn` stands for all rows that begin with it; `*` and `?` work as in file names."""
     return fnmatchcase(name, pattern) or name.startswith(f"{pattern}-")
 
 
 def every_method() -> tuple[str, ...]:
-    """Every method, FedAgg last, as the paper has it."""
+    """All methods, FedAgg last, as in the paper."""
     last = ("fedagg-paper", "fedagg")
     return (*sorted(name for name in REGISTRY.all() if name not in last), *last)
 
 
 def cells(spec: Spec) -> Iterator[Cell]:
-    """What has to be run. Seeds come outermost, so that a grid cut short is a whole grid of fewer seeds."""
+    """The cells to run. Seeds are the outer loop, so that a grid cut short is a complete grid with fewer seeds."""
     for participation in spec.participation:
         for seed in range(spec.seeds):
             for row in spec.rows:

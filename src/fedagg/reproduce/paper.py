@@ -14,7 +14,7 @@ def numbers() -> dict[str, Any]:
 
 
 def accuracy(section: str | None, row: str, participation: float, method: str) -> float | None:
-    """What the paper reports, in percent; both forms of FedAgg stand beside its FedAgg."""
+    """The paper's accuracy in percent; both forms of FedAgg are compared with its FedAgg."""
     at = numbers().get(section or "", {}).get(row, {}).get(f"{participation:.1f}", {})
     value: float | None = at.get("fedagg" if method == "fedagg-paper" else method)
     return value

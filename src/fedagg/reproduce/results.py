@@ -1,5 +1,4 @@
-"""What was measured: one file for each data set and model, with one line of JSON for each cell, sorted by name. Every table
-shares them."""
+"""Measured results, shared by all tables: a file for each data set and model, with a line of JSON per cell, sorted by name."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ COLUMNS = ("loss", "train_loss", "drift", "passes", "samples", "bytes_up", "byte
 
 @dataclass(frozen=True)
 class Measured:
-    """A finished cell. `curve` has one list a column; a value that is the same in every round is kept once."""
+    """A finished cell. `curve` has one list per column; a value that is the same in every round is stored once."""
 
     config: dict[str, Any]
     score: float
@@ -34,7 +33,7 @@ class Measured:
     figures: dict[str, float]
     curve: dict[str, Any]
     environment: dict[str, Any]
-    metric: Measure = ACCURACY  # what score and best are of
+    metric: Measure = ACCURACY  # the measure of score and best
 
     @property
     def accuracy(self) -> float:
@@ -51,10 +50,10 @@ def settings(config: Config) -> dict[str, Any]:
 
 
 def key(config: Config) -> str:
-    """The name of a cell: the main settings to read, and a hash of all that differ from the defaults.
+    """The name of a cell: its main settings in readable form, and a hash of all that differ from the defaults.
 
-    Defaults are left out of the hash so that a new setting does not orphan old results; the line holds the whole
-    configuration, and it is compared before a result is believed.
+    Defaults are left out of the hash so that a new setting does not orphan old results. The line holds the whole configuration,
+    which is compared before a result is used.
     """
     defaults = {name: field.default for name, field in Config.model_fields.items()}
     defaults |= {name: option.default for name, option in options_of(config.flat()).items()}
@@ -77,11 +76,11 @@ class Store:
         return self.folder / f"{config.data_name}_{config.model}.jsonl"
 
     def partial(self, config: Config) -> Path:
-        """The run folder of a cell that is not finished; it is removed when the cell is."""
+        """The run folder of an unfinished cell; it is removed when the cell is finished."""
         return self.folder / ".partial" / key(config)
 
     def get(self, config: Config) -> Measured | None:
-        """The result of exactly this configuration, if it is there."""
+        """The result of exactly this configuration, if there is one."""
         path, name = self.path(config), key(config)
         cell = self.cells(path).get(name)
         if cell is None:
@@ -93,7 +92,7 @@ class Store:
         self.add(self.path(result.config), {key(result.config): describe(result, environment)})
 
     def add(self, path: Path, new: dict[str, Any]) -> None:
-        """Put cells into a file, in place of older ones of the same name. Other processes may do so at the same time."""
+        """Put cells into a file, replacing older ones of the same name. Other processes may do this at the same time."""
         files.folder(self.folder / ".partial", "results")
         with files.locked(self.folder / ".partial" / "lock"):
             lines = [json.dumps({"cell": name, **cell}, allow_nan=False, separators=(",", ":"))
@@ -101,8 +100,7 @@ class Store:
             files.write(path, "\n".join(lines) + "\n")
 
     def cells(self, path: Path) -> dict[str, Any]:
-        """A file's cells by name. Of two with the same name the later counts, so that files of several machines can be joined
-        end to end."""
+        """A file's cells by name. Of two with the same name the later one counts, so that several machines' files can be joined."""
         try:
             state = path.stat()
             stamp = (state.st_ino, state.st_mtime_ns, state.st_size)
@@ -115,7 +113,7 @@ class Store:
         return self.known[path][1]
 
     def files(self) -> list[Path]:
-        """Those that hold results; a run folder's have no underscore in their names."""
+        """The files that hold results; files of run folders have no underscore in their names."""
         return sorted(self.folder.glob("*_*.jsonl"))
 
     def all(self) -> Iterator[Measured]:
@@ -127,7 +125,7 @@ class Store:
         shutil.rmtree(self.partial(config), ignore_errors=True)
 
     def take_over(self) -> None:
-        """Move the results of earlier versions, which kept each cell in a file of its own, to where they are now."""
+        """Move the results of earlier versions, which stored each cell in a separate file, to their present place."""
         old = sorted((self.folder / "cells").glob("*.json"))
         grouped: dict[Path, dict[str, Any]] = {}
         for path in old:
@@ -181,7 +179,7 @@ def measured(path: Path, name: str, cell: dict[str, Any]) -> Measured:
 
 
 def number(value: float | None) -> float | None:
-    """Five digits are more than a test set tells apart, and keep the files small."""
+    """A number rounded to five digits: more than a test set can distinguish, and it keeps files small."""
     if value is None or not math.isfinite(value):
         return None
     return value if isinstance(value, int) else float(f"{value:.5g}")

@@ -1,4 +1,4 @@
-"""Running a grid: cell after cell or several at once, stopping cleanly, and going on where it stopped."""
+"""Run a grid, one cell after another or several at once; stop cleanly, and continue later."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Flag(Protocol):
 
 
 class Stop:
-    """Says when to stop: at some time, or when somebody asks. As a callback it ends a run after the current round."""
+    """Says when to stop: at a deadline, or when a user asks. As a callback it ends a run after the current round."""
 
     def __init__(self, deadline: float | None = None, flag: Flag | None = None) -> None:
         self.deadline, self.flag = deadline, flag or threading.Event()
@@ -55,19 +55,19 @@ class Stop:
 
     def round_done(self, row: dict[str, Any]) -> None:
         if self.now():
-            raise KeyboardInterrupt  # the run keeps what it has, and a checkpoint
+            raise KeyboardInterrupt  # the run keeps its results and a checkpoint
 
     def finished(self, result: Result) -> None: ...
 
 
 @dataclass(frozen=True)
 class CellResult:
-    """What became of a cell. `stopped` ones go on from their checkpoint next time."""
+    """The outcome of a cell. `stopped` ones continue from their checkpoint next time."""
 
     cell: Cell
     status: Literal["done", "failed", "stopped", "no data"]
     seconds: float = 0.0
-    figure: str | None = None  # what it came to, in words
+    figure: str | None = None  # its result, as text
     message: str = ""
 
 
@@ -80,7 +80,7 @@ def run(
     fetch: bool = True,
     watch: Callable[[Cell], Sequence[Callback]] = lambda cell: (),
 ) -> Iterator[CellResult]:
-    """Run the cells, and tell of each as it ends. One failing does not keep the rest from running."""
+    """Run the cells, and yield each outcome. If one fails, the others still run."""
     ready: list[Cell] = []
     missing: dict[tuple[str, str | None], str] = {}
     for cell in todo:
@@ -105,8 +105,8 @@ Runs = Callable[[Cell, Store, Stop], CellResult]
 
 
 def at_once(todo: Sequence[Cell], store: Store, stop: Stop, jobs: int, runs: Runs | None = None) -> Generator[CellResult]:
-    """In processes; never more cells are handed out than there are processes, so it is known which may have died. `runs` is what is
-    done with a cell there: a function that can be imported."""
+    """Run cells in processes. Never more cells are submitted than there are processes, so it is known which may have died. `runs`
+    is the function that runs a cell; it must be importable."""
     context = multiprocessing.get_context("spawn")
     flag = context.Event()
     left = list(todo)
@@ -122,7 +122,7 @@ def at_once(todo: Sequence[Cell], store: Store, stop: Stop, jobs: int, runs: Run
             while left and len(running) < jobs and not stop.now():
                 try:
                     running[workers.submit(work, left[0])] = left[0]
-                except BrokenProcessPool:  # a process died just now: those that run beside it will tell, if there are any
+                except BrokenProcessPool:  # a process has just died: running cells, if any, will report it
                     if running:
                         break
                     workers.shutdown()
@@ -155,7 +155,7 @@ _mine: tuple[Runs, Store, Stop]  # of a worker process
 
 
 def begin(folder: Path, deadline: float | None, flag: Flag, jobs: int, runs: Runs) -> None:
-    """A worker's start: the main process alone listens to Ctrl-C and passes it on."""
+    """Start a worker. Only the main process listens to Ctrl-C, and passes it on."""
     global _mine
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(max(1, cores() // jobs))
@@ -168,12 +168,12 @@ def work(cell: Cell) -> CellResult:
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processes(jobs: int | str, total: int) -> int:
-    """How many runs go side by side: a number, or `auto` for one a core. More than a few on one GPU would wait for each other."""
+    """How many runs go side by side: a number, or `auto` for one per core. More than a few on one GPU would block each other."""
     if jobs == "auto":
         return max(1, min(total, cores(), GPU_JOBS if torch.cuda.is_available() else cores()))
     if not str(jobs).isdecimal() or int(jobs) < 1:
@@ -182,7 +182,7 @@ def processes(jobs: int | str, total: int) -> int:
 
 
 def run_cell(cell: Cell, store: Store, stop: Stop, watch: Sequence[Callback] = ()) -> CellResult:
-    """Run one cell in a folder of its own, from its checkpoint if it has one, and keep the result."""
+    """Run one cell in its own folder, from its checkpoint if it has one, and store the result."""
     clock = time.perf_counter()
     folder = store.partial(cell.config)
     try:
@@ -194,7 +194,7 @@ def run_cell(cell: Cell, store: Store, stop: Stop, watch: Sequence[Callback] = (
         return CellResult(cell, "done", time.perf_counter() - clock, result.metric.shown(result.score))
     except DataError as error:
         return CellResult(cell, "no data", message=str(error))
-    except Exception as error:  # whatever it was, the other cells shall run
+    except Exception as error:  # whatever it is, the other cells must run
         store.forget(cell.config)
         log = folder.with_name(f"{folder.name}.error.txt")
         files.write(log, traceback.format_exc())
@@ -207,7 +207,7 @@ def run_cell(cell: Cell, store: Store, stop: Stop, watch: Sequence[Callback] = (
 
 
 def train(config: Config, folder: Path, callbacks: Sequence[Callback]) -> Result:
-    plugins.load(config.plugin)  # a process of its own does not have them
+    plugins.load(config.plugin)  # a separate process has not loaded them yet
     given = data_of(config)
     if (folder / "config.toml").exists():
         try:
@@ -215,13 +215,13 @@ def train(config: Config, folder: Path, callbacks: Sequence[Callback]) -> Result
         except DataError:
             raise
         except FedaggError:
-            Store(folder.parent.parent).forget(config)  # of other settings, or damaged: begin again
+            Store(folder.parent.parent).forget(config)  # has other settings, or is damaged: begin again
     files.folder(folder, "results")
     return fedagg.run(config, data=given, out=folder, callbacks=callbacks, progress=False)
 
 
 def data_of(config: Config) -> Dataset:
-    """The data set that the settings name; the last one is kept."""
+    """The data set that the settings name; the last one is cached."""
     return dataset(config.dataset, config.data_dir, False, config.target, config.user, config.task, config.data_memory)
 
 
@@ -229,8 +229,8 @@ dataset = lru_cache(maxsize=1)(data.load)
 
 
 def why_missing(name: str, data_dir: str | None) -> str:
-    """Nothing when the data is there or can be brought; else why not."""
-    if data.REGISTRY.has(name) or data.is_path(name):  # made by a function or a file of the user's, not fetched
+    """Why the data is missing; empty if it is there or can be downloaded."""
+    if data.REGISTRY.has(name) or data.is_path(name):  # made by a user's function or file, not downloaded
         return ""
     try:
         data.fetch(name, data_dir)
@@ -241,7 +241,7 @@ def why_missing(name: str, data_dir: str | None) -> str:
 
 @contextmanager
 def interruptible(stop: Stop) -> Iterator[None]:
-    """Ctrl-C asks to stop after the current round; a second one stops at once."""
+    """Ctrl-C stops after the current round; a second one stops at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -259,7 +259,7 @@ def interruptible(stop: Stop) -> Iterator[None]:
 
 
 def time_left(todo: Sequence[Cell], seen: Sequence[CellResult], jobs: int) -> float | None:
-    """Seconds until the rest is done: by the speed of cells with the same model and method, else of any like them."""
+    """Seconds until the rest is done, by the speed of cells with the same model and method, else of similar ones."""
     if not any(o.status == "done" for o in seen):
         return None
     total = 0.0
@@ -281,7 +281,7 @@ def same_model(a: Cell, b: Cell) -> bool:
 
 
 def size(cell: Cell) -> float:
-    """How long a cell is, next to others of its data set and model."""
+    """The length of a cell, relative to others of its data set and model."""
     return cell.config.rounds * cell.config.per_round * cell.config.epochs
 
 

@@ -1,4 +1,4 @@
-"""A table: our measurements beside the paper's numbers, as data. How it looks is the matter of `formats`."""
+"""A table of our measurements and the paper's numbers, as data. Its looks are defined in `formats`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedagg.reproduce.results import Store
 
 @dataclass(frozen=True)
 class Entry:
-    """One method in one setting: accuracies in percent, one a seed, and the paper's number."""
+    """One method in one setting: accuracies in percent, one per seed, and the paper's number."""
 
     ours: tuple[float, ...]
     theirs: float | None
@@ -27,7 +27,7 @@ class Entry:
 
     @property
     def std(self) -> float | None:
-        """Sample standard deviation over seeds; one seed has none."""
+        """Sample standard deviation over seeds; None for one seed."""
         return statistics.stdev(self.ours) if len(self.ours) > 1 else None
 
     @property
@@ -46,7 +46,7 @@ class Line:
 
     @property
     def split(self) -> str:
-        """How samples are dealt, and which variant of the specification this is, where it has several."""
+        """How samples are dealt, and which variant of the specification this is, if there are several."""
         return ", ".join(filter(None, (self.row.distribution, self.variant)))
 
     @property
@@ -57,10 +57,10 @@ class Line:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Of the pairs of methods that the paper ranks and we measured: how many we rank alike, and how many."""
+        """Over the pairs of methods that the paper ranks and we measured: how many we rank alike, and how many there are."""
         both = {m: e for m, e in self.entries.items() if e.ours and e.theirs is not None}
         if "fedagg" in both:
-            both.pop("fedagg-paper", None)  # the paper has one FedAgg; ours is the default form where it was measured
+            both.pop("fedagg-paper", None)  # the paper has one FedAgg; use our default form if it was measured
         held = ranked = 0
         for a, b in combinations(both.values(), 2):
             assert a.theirs is not None
@@ -72,7 +72,7 @@ class Line:
 
     @property
     def whole(self) -> bool:
-        """Whether FedAgg and all of the others here that the paper reports in this setting were measured."""
+        """Whether FedAgg and all other methods here that the paper reports in this setting were measured."""
         reported = {m: e for m, e in self.entries.items() if e.theirs is not None and m != "fedagg-paper"}
         return "fedagg" in reported and len(reported) > 1 and all(entry.ours for entry in reported.values())
 
@@ -91,7 +91,7 @@ class Table:
     rounds_scale: float
 
     def notes(self) -> list[str]:
-        """What a reader should know to read the numbers, and whether the paper's ordering holds."""
+        """What a reader needs to know about the numbers, and whether the paper's ordering holds."""
         counts = {len(e.ours) for line in self.lines for e in line.entries.values() if e.ours}
         if not counts:
             return ["Nothing of this was run yet."]
@@ -107,7 +107,7 @@ class Table:
             text.append(f"The paper's order holds in {held} of {ranked} pairs of methods.")
         whole = [line for line in self.lines if line.whole]
         if whole:
-            ours = sum(line.best == "fedagg" for line in whole)  # one form of it: the others get one try too
+            ours = sum(line.best == "fedagg" for line in whole)  # only one form of it: other methods have one entry too
             theirs = sum(line.paper_best == "fedagg" for line in whole)
             text.append(f"Of these methods FedAgg is best in {ours} of {len(whole)} settings here, in {theirs} in the paper.")
         if any(e.state == "not run" for line in self.lines for e in line.entries.values()):
@@ -116,7 +116,7 @@ class Table:
 
 
 def build(spec: Spec, store: Store, also: Sequence[str] = ()) -> Table:
-    """The table from what is in the results folder; nothing is run. `also` are methods to show where measured."""
+    """The table from the results folder; nothing is run. `also` are methods to show if measured."""
     methods = [*spec.methods, *(method for method in also if method not in spec.methods)]
     lines = [
         Line(row, share, {m: entry(spec, store, row, m, share, variant) for m in methods}, variant["name"])

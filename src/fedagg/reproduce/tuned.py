@@ -1,5 +1,5 @@
-"""The tuned table: every method at the best of its grid. Points are tried on training data that is held back, setting by setting;
-the best is run again with other seeds and scored on the test set. Methods without a grid are run as they are.
+"""The tuned table: every method at the best point of its grid. In each setting, points are tried on training data that is held
+back; the best is run again with other seeds and scored on the test set. Methods without a grid are run with their defaults.
 
 Tables with a target are made here too: rounds and megabytes until it was reached.
 """
@@ -25,7 +25,7 @@ from fedagg.tuning import HALVING, shortened
 
 OURS = "fedagg"
 Point = Mapping[str, Any]
-FOLDER = "tuning"  # in the results folder: what was tried, apart from what is reported
+FOLDER = "tuning"  # in the results folder: trials, kept apart from reported results
 
 
 def tried(results: Path) -> Store:
@@ -33,7 +33,7 @@ def tried(results: Path) -> Store:
 
 
 def places(spec: Spec) -> Iterator[tuple[Row, float]]:
-    """The settings of the table. A row that has a share of clients of its own comes once."""
+    """The settings of the table. A row with its own share of clients appears once."""
     for participation in spec.participation:
         for row in spec.rows:
             own = row.settings.get("participation")
@@ -42,7 +42,7 @@ def places(spec: Spec) -> Iterator[tuple[Row, float]]:
 
 
 def trial(spec: Spec, row: Row, method: str, participation: float, point: Mapping[str, Any], short: bool = False) -> Config:
-    """A point of the grid. It is scored once, at the end, on what is held back."""
+    """The configuration for a point of the grid. It is scored once, at the end, on the data held back."""
     assert spec.tuning is not None
     config = spec.config(row, method, participation, spec.tuning.seeds[0], {"name": "", **point})
     config = shortened(config) if short else config
@@ -58,7 +58,7 @@ def wanted(spec: Spec) -> list[tuple[Row, float, str]]:
 
 
 def trials(spec: Spec, store: Store, short: bool) -> Iterator[Cell]:
-    """What has to be run to choose: short runs of all points, or whole ones of those that are left. Seeds come outermost."""
+    """The runs needed for the choice: short runs of all points, or full runs of those that are left. Seeds are the outer loop."""
     assert spec.tuning is not None
     cells = [
         Cell(row.name, method, trial(spec, row, method, share, point, short), said(point))
@@ -74,7 +74,7 @@ def said(point: Mapping[str, Any]) -> str:
 
 
 def points(spec: Spec, store: Store, row: Row, method: str, participation: float, short: bool) -> list[Point]:
-    """Those of a method's grid to run: all of them, or the best quarter after short runs; none while one of these is missing."""
+    """The points of a method's grid to run: all, or the best quarter after short runs; none while one of these is missing."""
     assert spec.tuning is not None
     grid: list[Point] = list(spec.tuning.grids.get(method, ()))
     if short or not spec.tuning.halving or not grid:
@@ -86,7 +86,7 @@ def points(spec: Spec, store: Store, row: Row, method: str, participation: float
 def ranking(
     spec: Spec, store: Store, row: Row, method: str, participation: float, tried: Sequence[Point], short: bool = False
 ) -> list[Point]:
-    """The points, best first; nothing as long as one of their runs is missing."""
+    """The points, best first; empty while one of their runs is missing."""
     assert spec.tuning is not None
     means: list[tuple[float, Point]] = []
     for point in tried:
@@ -100,7 +100,7 @@ def ranking(
 
 
 def choice(spec: Spec, store: Store, row: Row, method: str, participation: float) -> Point | None:
-    """The best point of a method's grid in this setting; none as long as one of its runs is missing, nothing without a grid."""
+    """The best point of a method's grid in this setting; None while one of its runs is missing, an empty one without a grid."""
     assert spec.tuning is not None
     if method not in spec.tuning.grids:
         return {}
@@ -110,7 +110,7 @@ def choice(spec: Spec, store: Store, row: Row, method: str, participation: float
 
 @dataclass(frozen=True)
 class Place:
-    """One setting of the table: what every method came to, and the settings that were chosen for it (None: not yet)."""
+    """One setting of the table: the results of every method, and the settings chosen for it (None: not yet)."""
 
     row: Row
     participation: float
@@ -131,17 +131,17 @@ class Place:
 
     @property
     def rival(self) -> str | None:
-        """The best of the methods that were tuned."""
+        """The best of the tuned methods."""
         means = {m: scores.mean([one.value for one in found]) for m, found in self.found.items() if found and self.chosen[m]}
         return max(means, key=lambda method: means[method]) if means else None
 
     def ahead(self, method: str | None) -> tuple[float, float]:
-        """How far FedAgg is ahead, seed by seed, with half of the 95 % interval."""
+        """FedAgg's lead, seed by seed, with half of the 95 % interval."""
         return paired.difference(self.values(OURS), self.values(method)) if method else (math.nan, math.nan)
 
 
 def finals(spec: Spec, store: Store) -> Iterator[Cell]:
-    """What is run at the settings that were chosen, to be reported."""
+    """The runs at the chosen settings, to be reported."""
     chosen = [(*each, choice(spec, store, each[0], each[2], each[1])) for each in wanted(spec)]
     for seed in range(spec.seeds):
         for row, participation, method, point in chosen:
@@ -154,7 +154,7 @@ def final(spec: Spec, row: Row, method: str, participation: float, seed: int, po
 
 
 def gather(spec: Spec, store: Store, tries: Store) -> list[Place]:
-    """The table from what is in the results folder; nothing is run."""
+    """The table from the results folder; nothing is run."""
     made = []
     for (row, participation), variant in itertools.product(places(spec), spec.variants):
         found: dict[str, list[Score]] = {}
@@ -175,7 +175,7 @@ def of_cell(seed: int, cell: Measured) -> Score:
 
 
 def sheet(spec: Spec, found: list[Place]) -> Sheet:
-    """A row a setting, a column a method, and how far FedAgg is ahead of the best rival."""
+    """One row per setting, one column per method, and FedAgg's lead over the best rival."""
     ours = OURS in spec.methods and len(spec.methods) > 1
     heads = ["setting", "split", "clients", *map(formats.name, spec.methods), *(["FedAgg ahead of the best rival"] if ours else [])]
     rows: list[list[str]] = []
@@ -224,7 +224,8 @@ def standings(place: Place, target: float | None) -> list[Standing]:
 
 
 def records(spec: Spec, found: list[Place], target: float | None) -> list[dict[str, Any]]:
-    """The numbers, one line for every method in every setting; `ahead` is against FedAgg."""
+    """The numbers, one line for every method in every setting; `ahead` is relative to FedAgg."""
+
     made = []
     for place in found:
         about = {"table": spec.name, "row": place.row.name, "setting": place.row.label, "split": place.split}
