@@ -1,4 +1,4 @@
-"""Reports: runs, comparisons and grids as one web page that needs nothing but a browser."""
+"""Reports: runs, comparisons and grids as one web page that needs only a browser."""
 
 from fedagg.report.page import write
 

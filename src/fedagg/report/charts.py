@@ -1,4 +1,4 @@
-"""The charts of a report as plain data, each with a sentence that says what it shows to those who cannot see it."""
+"""The charts of a report as plain data, each with a sentence that describes it to readers who cannot see it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fedagg.report.content import FIGURES, PROGRESS, Column, Content, Entry, Gro
 from fedagg.reproduce.running import data_of
 from fedagg.runs import Run
 
-MOST_CLIENTS = 200  # rows of a heat map: more cannot be told apart on a screen
+MOST_CLIENTS = 200  # rows of a heat map: more cannot be distinguished on a screen
 MOST_MAPS = 12  # rate maps and partitions in one page
-MOST_CAUSES = 7  # for being left out, that have a colour of their own
+MOST_CAUSES = 7  # causes of being left out that have their own colour
 
 
 def build(content: Content) -> dict[str, Any]:
-    """Everything that the page's script draws."""
+    """All data that the page's script draws."""
     known = [trial.run for trial in content.trials if trial.run is not None]
     return {
         "progress": {key: label for key, (label, _) in PROGRESS.items()},
@@ -37,7 +37,7 @@ def group(each: Group) -> dict[str, Any]:
     seen: Counter[str] = Counter()
     lines = []
     for one in each.series.values():
-        # What a line is known by stays as a run goes on, and so does what the reader did with it.
+        # A line keeps its identity while a run goes on, so that the reader's changes to it are kept.
         lines.append(series(one) | {"uid": f"{one.settings} {seen[one.settings]}"})
         seen[one.settings] += 1
     texts = {figure: describe(label, figure, lines) for figure, label in names.items()}
@@ -56,7 +56,7 @@ def series(one: Series) -> dict[str, Any]:
 
 
 def scaled(values: Column, scale: float) -> Column:
-    """Six digits are more than a screen shows, and what is no number is nothing."""
+    """The scaled values with six digits, more than a screen shows; None for those that are not finite."""
     return [None if value is None or not math.isfinite(value) else float(f"{scale * value:.6g}") for value in values]
 
 
@@ -71,7 +71,7 @@ def describe(label: str, figure: str, lines: Sequence[dict[str, Any]]) -> str:
 
 
 def adaptive_first(found: Iterable[Run]) -> list[Run]:
-    """Runs with a record of rates, FedAgg's before those whose rates are all one number: the first is what the page opens with."""
+    """Runs with a record of rates. FedAgg's come first, because the page opens with the first and other rates are constant."""
     return sorted((run for run in found if has_rates(run)), key=lambda run: not run.config.method.startswith("fedagg"))
 
 
@@ -80,7 +80,7 @@ def has_rates(run: Run) -> bool:
 
 
 def rates(run: Run) -> dict[str, Any]:
-    """Learning rates: one client × round table an epoch, empty where a client did not take part, or not for so long."""
+    """Learning rates: one client × round table per epoch, empty where a client did not take part or stopped earlier."""
     rows = [row | {"rates": made(row)} for row in run.clients if row.get("rates")]
     epochs = max(len(one) for row in rows for one in row["rates"])
     seen = sorted({client for row in rows for client in row["clients"]})
@@ -114,14 +114,14 @@ def band(rounds: Sequence[Sequence[float]]) -> dict[str, Column]:
     """Lowest, mean and highest rate of one epoch, round by round."""
     return {
         "low": [min(values) if values else None for values in rounds],
-        # rounded, since rates that are all the same must have the same mean in every round
+        # rounded, because equal rates must have the same mean in every round
         "mean": scaled([sum(values) / len(values) if values else None for values in rounds], 1.0),
         "high": [max(values) if values else None for values in rounds],
     }
 
 
 def made(row: dict[str, Any]) -> list[list[float]]:
-    """The rates of the epochs that each client made: stragglers stop before the last."""
+    """The rates of the epochs that each client completed: stragglers stop before the last."""
     did = row.get("epochs", {})
     return [own[: did.get(str(client))] for client, own in zip(row["clients"], row["rates"], strict=True)]
 
@@ -153,7 +153,7 @@ def average(row: dict[str, Any]) -> float:
 
 
 def partitions(trials: Sequence[Entry]) -> list[dict[str, Any]]:
-    """Who holds which labels, for every split in the report whose data is on this machine."""
+    """Which client holds which labels, for every split in the report whose data is on this machine."""
     first: dict[tuple[Any, ...], Config] = {}
     for trial in trials:
         c = trial.config
@@ -161,7 +161,7 @@ def partitions(trials: Sequence[Entry]) -> list[dict[str, Any]]:
     return [found for c in list(first.values())[:MOST_MAPS] if (found := partition(c)) is not None]
 
 
-@lru_cache(MOST_MAPS)  # a page that follows a run is made again and again
+@lru_cache(MOST_MAPS)  # a page that follows a run is built again and again
 def partition(c: Config) -> dict[str, Any] | None:
     from fedagg.theory.heterogeneity import METRICS, distances, label_counts
 

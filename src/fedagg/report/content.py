@@ -1,4 +1,4 @@
-"""What a report shows: runs and grid cells in one form, gathered by setting, with means over seeds."""
+"""The content of a report: runs and grid cells in one form, grouped by setting, with means over seeds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fedagg.sheets import Sheet
 from fedagg.work import cross_entropy
 
 Column = list[float | None]
-# The figures of a round that have a chart, and what it is called; `labels` has the names of the first two.
+# The figures of a round that have a chart, with their names; `labels` has the names of the first two.
 FIGURES = {
     "accuracy": "",
     "loss": "",
@@ -36,7 +36,7 @@ FIGURES = {
     "drift": "mean distance a client moved",
     "epsilon": "privacy spent (ε)",
 }
-# What a reader can count progress by, and the columns of the record that add up to it.
+# Measures of progress to choose from, and the columns of the record that add up to them.
 PROGRESS = {
     "rounds": ("round", ()),
     "work": ("samples computed on, all clients", ("samples",)),
@@ -58,8 +58,8 @@ class Entry:
     loss: float
     environment: dict[str, Any]
     run: Run | None = None
-    metric: Measure = ACCURACY  # what the run is judged by; its figures are kept under the name of accuracy
-    by_client: dict[str, float] = field(default_factory=dict)  # how clients fared in the end, where that was asked for
+    metric: Measure = ACCURACY  # what the run is judged by; its figures are stored under the name of accuracy
+    by_client: dict[str, float] = field(default_factory=dict)  # final scores per client, if asked for
 
     @property
     def name(self) -> str:
@@ -67,11 +67,11 @@ class Entry:
 
     @property
     def finished(self) -> bool:
-        """Cells always are: a results folder takes no others."""
+        """Is the run finished? Cells always are: a results folder has no others."""
         return self.run is None or self.rounds >= self.config.rounds
 
     def progress(self, by: str) -> Column | None:
-        """How much had been spent after each round; None where the record does not tell."""
+        """The amount spent after each round; None if the record does not tell."""
         needed = [self.columns.get(name, []) for name in PROGRESS[by][1]]
         if any(len(column) != self.rounds or None in column for column in needed):
             return None
@@ -86,10 +86,10 @@ class Entry:
 
 @dataclass
 class Series:
-    """One method in one setting, over its seeds. `repeats` ran a seed again that is among the trials, and do not count."""
+    """One method in one setting, over its seeds. `repeats` repeat a seed that is among the trials, and do not count."""
 
     name: str
-    settings: str  # the name without how far the runs are
+    settings: str  # the name without the progress of the runs
     trials: list[Entry] = field(default_factory=list)
     repeats: list[Entry] = field(default_factory=list)
 
@@ -98,7 +98,7 @@ class Series:
         return all(trial.finished for trial in self.trials)
 
     def mean(self, values: Iterable[float | None]) -> tuple[float | None, float | None]:
-        """Mean and standard deviation over seeds; (None, None) where a seed has no value."""
+        """Mean and standard deviation over seeds; (None, None) if a seed has no value."""
         known = [value for value in values if value is not None and math.isfinite(value)]
         if not known or len(known) < len(self.trials):
             return None, None
@@ -135,12 +135,12 @@ class Group:
 
     @property
     def metric(self) -> Measure:
-        """The same for all runs of a setting."""
+        """The metric, which is the same for all runs of a setting."""
         return self.trials[0].metric
 
 
 def labels(group: Group) -> dict[str, str]:
-    """What the charts of a setting call their figures: the first two by the data that its runs are scored on."""
+    """The names of figures in a setting's charts: the first two depend on the data that its runs are scored on."""
     configs, metric = [trial.config for trial in group.trials], group.metric
     score = f"{runs.measured(metric.label, configs)}{metric.unit}"
     return FIGURES | {"accuracy": score, "loss": runs.measured("loss", configs)}
@@ -153,7 +153,7 @@ class Content:
     trials: list[Entry]
     store: Store | None = None
     notes: list[str] = field(default_factory=list)
-    runs: list[Run] = field(default_factory=list)  # those without a finished round included
+    runs: list[Run] = field(default_factory=list)  # including those without a finished round
 
 
 class Reader:
@@ -171,7 +171,7 @@ class Reader:
 
 
 def gather(paths: Sequence[Path]) -> Content:
-    """From run folders, folders of runs, or one results folder."""
+    """The content from run folders, folders of runs, or one results folder."""
     for path in paths:
         if not Store(path).files() and not runs.find(path):
             raise SettingError("what", str(path), "holds no run and no results; give a run folder or a results folder")
@@ -182,7 +182,7 @@ def gather(paths: Sequence[Path]) -> Content:
 
 
 def look(paths: Sequence[Path], reader: Reader) -> Content:
-    """What there is by now."""
+    """The content at present."""
     trials: list[Entry] = []
     folders: list[Path] = []
     store: Store | None = None
@@ -203,7 +203,7 @@ def look(paths: Sequence[Path], reader: Reader) -> Content:
 
 
 def table(content: Content, target: float | None = None) -> Sheet:
-    """What the runs came to, a row for every method of every setting."""
+    """The results of the runs, one row for every method in every setting."""
     lines = {group.name: standings({n: one.scores() for n, one in group.series.items()}, target) for group in content.groups}
     return sheet(lines, content.groups[0].name if len(lines) == 1 else content.title, content.notes, "method")
 
@@ -220,8 +220,8 @@ def left_out(trials: Sequence[Entry], groups: Sequence[Group]) -> list[str]:
 
 
 def grouped(trials: Sequence[Entry]) -> list[Group]:
-    """By setting and method; what else differs between runs of a method becomes part of its name, and so does how far they
-    are: the mean of a finished run and one in its second round would be neither's."""
+    """Group entries by setting and method. Other differences between runs of a method become part of its name. So does their
+    progress, because a mean of a finished run and one in its second round would describe neither."""
     groups: dict[str, Group] = {}
     alike: dict[tuple[str, str], list[Entry]] = {}
     for trial, where in zip(trials, settings(trials), strict=True):
@@ -243,8 +243,8 @@ def grouped(trials: Sequence[Entry]) -> list[Group]:
 
 
 def settings(trials: Sequence[Entry]) -> list[str]:
-    """Each trial's setting. Where runs were given different things from Python under the same words, the folder of the first
-    run with each tells them apart."""
+    """Each trial's setting. If runs with equal descriptions were given different objects from Python, the folder of the first such
+    run tells them apart."""
     kinds = [(setting(trial), given(trial)) for trial in trials]
     first: dict[tuple[str, str], Entry] = {}
     for kind, trial in zip(kinds, trials, strict=True):
@@ -256,14 +256,14 @@ def settings(trials: Sequence[Entry]) -> list[str]:
 
 
 def setting(trial: Entry) -> str:
-    """In words; runs that are judged by different figures are never in the same."""
+    """A description of a trial's setting; runs that are judged by different figures never have the same."""
     judged = "" if trial.metric.key == ACCURACY.key or trial.config.metric else f"judged by {trial.metric.label}"
     return ", ".join(filter(None, (*runs.task(trial.config).values(), judged)))
 
 
 def given(trial: Entry) -> str:
-    """What came from Python and the configuration does not tell, as its fingerprints; the folder, where no checkpoint has
-    them yet. Nothing for all others."""
+    """Fingerprints of what came from Python and is not in the configuration; the folder if no checkpoint has them yet. Empty for
+    all other runs."""
     if trial.run is None:
         return ""
     c, known = trial.config, checkpoint.identity(trial.run.folder / "checkpoints")

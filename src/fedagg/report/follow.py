@@ -1,4 +1,4 @@
-"""A page that follows runs: it is served to this machine alone, and changes as the run folders grow."""
+"""A page that follows runs: it is served to this machine only, and changes as the run folders grow."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from fedagg.reproduce.results import Store
 from fedagg.runs import Lines, Run
 
 HOST = "127.0.0.1"
-OURS = {HOST, "localhost"}  # what a browser on this machine calls us: under another name we would be another site's
+OURS = {HOST, "localhost"}  # our names in a browser on this machine: another name would be another site's
 READ = ("config.toml", "environment.json", "metrics.jsonl", "clients.jsonl", "result.json")
 Stamp = tuple[tuple[int, int, int] | None, ...]
 
 
 class Follower(Reader):
-    """Reads runs again and again: only those that have changed, and of files that have grown only what is new."""
+    """Reads runs repeatedly: only those that have changed, and only the new part of files that have grown."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths, self.lines = paths, Lines()
@@ -52,7 +52,7 @@ class Follower(Reader):
         return runs.find(path / ".partial")
 
     def changed(self) -> bool:
-        """Look again; False where all is as it was."""
+        """Look again; False if nothing has changed."""
         folders = [folder for path in self.paths for folder in (*runs.find(path), *self.unfinished(path))]
         read = [*(folder / name for folder in folders for name in READ), *(f for s in self.stores.values() for f in s.files())]
         now = read, stamp(read)
@@ -63,7 +63,7 @@ class Follower(Reader):
 
 
 def stamp(paths: Iterable[Path]) -> Stamp:
-    """Tells whether files are still what they were."""
+    """A value that changes when one of the files changes."""
 
     def one(path: Path) -> tuple[int, int, int] | None:
         try:
@@ -77,19 +77,19 @@ def stamp(paths: Iterable[Path]) -> Stamp:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of the page's data as JSON, and the version that it came with."""
+    """A part of the page's data as JSON, with its version."""
 
     text: str
     version: int
 
 
 class Watch:
-    """What the server tells: the page, and what has changed since a version of it. Handlers come in threads of their own."""
+    """What the server sends: the page, and what has changed since a version of it. Handlers run in separate threads."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         need("a page that follows runs", "plotly", "analysis")
         self.lock, self.follower = threading.Lock(), Follower(paths)
-        self.version = time.time_ns() // 1_000_000  # pages of an earlier server have older ones
+        self.version = time.time_ns() // 1_000_000  # later than the versions of an earlier server's pages
         self.pieces: dict[str, list[Piece]] = {}
         self.trouble = ""
         self.asked = -math.inf  # when a page last asked for news
@@ -100,7 +100,7 @@ class Watch:
             if self.follower.changed():
                 self.update(page.pieces(self.follower.content))
             self.trouble = ""
-        except FedaggError as error:  # a file that is being replaced, or is damaged: what is known stays
+        except FedaggError as error:  # a file is being replaced, or is damaged: keep the last content
             self.trouble = str(error)
 
     def update(self, made: dict[str, Any]) -> None:
@@ -121,7 +121,7 @@ class Watch:
             return page.build(self.follower.content, self.version).encode(errors="replace")
 
     def changes(self, since: int) -> bytes:
-        """A null stands for a part that the page has already."""
+        """The changes as JSON; null stands for a part that the page already has."""
         with self.lock:
             self.look()
             self.asked = time.monotonic()
@@ -136,14 +136,14 @@ class Watch:
         return time.monotonic() - self.asked < 10
 
     def ended(self) -> bool:
-        """Is there something to show, and nothing under way?"""
+        """Is there something to show, and nothing running?"""
         with self.lock:
             self.look()
             return bool(self.follower.content.trials) and self.status()["word"] in ("finished", "stopped")
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Two addresses to read, and nothing else. Other methods than GET are refused by the base class."""
+    """Serves two addresses for reading. The base class refuses methods other than GET."""
 
     server: Server
     server_version, sys_version = "fedagg", ""
@@ -196,7 +196,7 @@ class Server(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_address[1]}/"
 
     def handle_error(self, *_: object) -> None:
-        if not isinstance(sys.exception(), ConnectionError | TimeoutError):  # of a page that was closed
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):  # from a page that was closed
             super().handle_error(*_)  # type: ignore[arg-type]
 
 

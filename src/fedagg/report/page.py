@@ -1,4 +1,4 @@
-"""The page: one HTML file with style, script, plotly and data inside. It asks the network for nothing."""
+"""The page: one HTML file with style, script, plotly and data inside. It fetches nothing from the network."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from fedagg.report.content import FIGURES, Content, gather
 from fedagg.report.state import status as status_of
 
 HERE = Path(__file__).parent
-Part = tuple[str, str, str, str]  # key, heading, words and tables, charts
-# Says it to the browser too: nothing may be fetched, whatever the data holds.
+Part = tuple[str, str, str, str]  # key, heading, text and tables, charts
+# Tells the browser too that nothing may be fetched, whatever the data holds.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
 LIVE = "connect-src 'self'"  # a page that follows a run asks its server for news
 
 
 def write(paths: list[Path], out: Path) -> Path:
-    """Make the report of run folders, or of a results folder."""
+    """Write the report of run folders, or of a results folder."""
     need("a report", "plotly", "analysis")
     if out.is_dir():
         raise SettingError("out", str(out), f"is a folder; give the page a name, {out / 'report.html'} for one")
     files.folder(out.parent if str(out.parent) else Path())
-    files.write(out, build(gather(paths)).encode(errors="replace"))  # names of folders may be no text
+    files.write(out, build(gather(paths)).encode(errors="replace"))  # names of folders may not be valid text
     return out
 
 
 def build(content: Content, version: int | None = None) -> str:
-    """The page; with a version it is one that asks its server what has changed since."""
+    """The page. With a version, it asks its server what has changed since."""
     from plotly.offline import get_plotlyjs
 
     drawn, told = charts.build(content), status(content)
@@ -75,13 +75,13 @@ def build(content: Content, version: int | None = None) -> str:
 
 
 def pieces(content: Content) -> dict[str, Any]:
-    """All that can change in a page that follows runs, in parts that change by themselves."""
+    """Everything that can change in a page that follows runs, in parts that change independently."""
     drawn = charts.build(content)
     return drawn | {"sections": [section(part) for part in parts(content, drawn)]}
 
 
 def status(content: Content) -> dict[str, Any]:
-    """How far the runs are, and what the page is made of."""
+    """The progress of the runs, and the page's sources."""
     settings = f"{len(content.groups)} {'setting' if len(content.groups) == 1 else 'settings'}"
     about = f"{len(content.trials)} {'run' if len(content.trials) == 1 else 'runs'}, {settings}; fedagg {fedagg.__version__}."
     cells_only = {"word": "finished", "text": "", "lines": []}
@@ -97,7 +97,7 @@ def section(part: Part) -> str:
 
 
 def parts(content: Content, drawn: dict[str, Any]) -> list[Part]:
-    """The sections that there is something to show for. The page's script fills the menus."""
+    """The sections that have something to show. The page's script fills the menus."""
     if not content.trials:
         return []
     notes = "".join(f"<p>{escape(note)}</p>" for note in content.notes)
@@ -121,13 +121,13 @@ def parts(content: Content, drawn: dict[str, Any]) -> list[Part]:
 
 
 def some(content: Content, shown: list[Any]) -> str:
-    """Says so when there are more runs than the page has maps for."""
+    """A note if there are more runs than maps in the page."""
     known = sum(trial.run is not None for trial in content.trials)
     return f"<p>The first {len(shown)} of {known} runs.</p>" if known > len(shown) else ""
 
 
 def figures(*names: str) -> str:
-    """Charts and their text alternatives, which the script fills in and screen readers read in their place."""
+    """Charts with their text alternatives, which the script fills in for screen readers."""
     drawn = "".join(
         f'<figure aria-labelledby="chart-{name}-text"><div class="chart" id="chart-{name}"></div>'
         f'<figcaption id="chart-{name}-text"></figcaption></figure>'
@@ -142,6 +142,6 @@ def menus(**labels: str) -> str:
 
 
 def as_json(drawn: dict[str, Any]) -> str:
-    """JSON that cannot end the script element it stands in."""
+    """JSON that cannot close the script element around it."""
     text = json.dumps(drawn, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

@@ -1,4 +1,4 @@
-"""How far runs are: running, finished or stopped, and how long a running one will still take."""
+"""The state of runs: running, finished or stopped, and the time that a running one still needs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 from fedagg import files
 from fedagg.runs import Run
 
-RECENT = 10  # rounds by which the next ones are judged
-QUIET = 60.0  # seconds without news after which a run is taken to have stopped, where the system does not tell
+RECENT = 10  # rounds by which the time of the next ones is estimated
+QUIET = 60.0  # seconds without news after which a run counts as stopped, if the system cannot tell
 MOST_LISTED = 12
 
 
@@ -24,7 +24,7 @@ class State:
     word: str
     done: int
     rounds: int
-    left: float | None = None  # seconds, as far as can be told
+    left: float | None = None  # seconds, if known
 
     def __str__(self) -> str:
         if self.word == "running":
@@ -49,7 +49,7 @@ def state(run: Run) -> State:
 
 
 def silence(run: Run) -> float:
-    """Seconds since the run last wrote of a round, or began."""
+    """Seconds since the run last recorded a round, or began."""
     for name in ("metrics.jsonl", "config.toml"):
         with suppress(OSError):
             return max(0.0, time.time() - (run.folder / name).stat().st_mtime)
@@ -57,7 +57,7 @@ def silence(run: Run) -> float:
 
 
 def duration(seconds: float) -> str:
-    """To the precision of a guess."""
+    """A duration, with the precision of an estimate."""
     if seconds < 90:
         return f"{max(1, round(seconds)) if seconds < 10 else 5 * round(seconds / 5)} s"
     if seconds < 90 * 60:
@@ -66,7 +66,7 @@ def duration(seconds: float) -> str:
 
 
 def status(runs: Sequence[Run]) -> dict[str, Any]:
-    """All runs in a line, and those that are not finished in a line each."""
+    """One line for all runs, and one for each that is not finished."""
     states = [state(run) for run in runs]
     counts = Counter(one.word for one in states)
     word = next((word for word in ("running", "stopped", "finished") if counts[word]), "waiting")

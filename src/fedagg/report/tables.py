@@ -1,4 +1,4 @@
-"""The tables of a report as HTML. A column is sorted by pressing its head; `data-value` is what it is sorted by."""
+"""The tables of a report as HTML. A click on a column's head sorts by it; `data-value` is the sort key."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fedagg.reproduce import formats, grid, table
 from fedagg.reproduce.results import Store
 from fedagg.runs import differing
 
-Cell = tuple[str, float | str | None, bool]  # text, what to sort by, whether it is bold
-MOST_ROWS = 30  # of a table that stands open where nobody came for it
-MOST_NAMED = 5  # clients, of those that were left out for the same reason
+Cell = tuple[str, float | str | None, bool]  # text, sort key, whether it is bold
+MOST_ROWS = 30  # largest number of rows of a table that is shown without a click
+MOST_NAMED = 5  # largest number of clients named for one cause of being left out
 
 
 def results(content: Content) -> str:
-    """One table a setting, one row a method: mean ± standard deviation over seeds, and what it cost."""
+    """One table per setting, one row per method: mean ± standard deviation over seeds, and the cost."""
     about = "After the last round: mean ± standard deviation over seeds; bold is the best of a setting."
     if not all(one.finished for group in content.groups for one in group.series.values()):
         about += " Rows with a number of rounds in their name are of unfinished runs, and show what these have so far."
@@ -70,7 +70,7 @@ def plain(text: object) -> Cell:
 
 
 def beside_paper(store: Store) -> Iterator[tuple[str, str, str]]:
-    """The paper's tables that anything was measured for: name, title, HTML."""
+    """The paper's tables for which anything was measured: name, title, HTML."""
     for name in grid.names():
         spec = grid.load(name)
         if spec.kind != "table":
@@ -102,7 +102,7 @@ def measured(line: table.Line, method: str) -> Cell:
 
 
 def left_out(content: Content) -> str:
-    """Who was left out of rounds, by run and cause; what happened most often comes first."""
+    """Which clients were left out of rounds, by run and cause; the most frequent first."""
     rows: list[tuple[int, list[Cell]]] = []
     for run in content.runs:
         causes: dict[str, Counter[str]] = {}
@@ -125,7 +125,7 @@ def left_out(content: Content) -> str:
 
 
 def configuration(content: Content) -> str:
-    """What all runs share, and what tells them apart."""
+    """The settings that all runs share, and those that differ."""
     every = [trial.config.flat() for trial in content.trials]
     shared = {k: v for k, v in every[0].items() if v not in (None, ()) and all(one.get(k) == v for one in every)}
     differ = differing(every)
@@ -143,7 +143,7 @@ def configuration(content: Content) -> str:
 
 
 def environment(content: Content) -> str:
-    """On what it ran; values that differ between runs are listed together."""
+    """The environment of the runs; values that differ between runs are listed together."""
     values: dict[str, list[Any]] = {}
     for trial in content.trials:
         for k, v in trial.environment.items():
@@ -155,7 +155,7 @@ def environment(content: Content) -> str:
 
 
 def html(caption: str, heads: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
-    """A table that sorts; a column is text if all of its cells sort as words, else numbers."""
+    """A sortable table; a column is text if all of its cells sort as words, else numbers."""
     numbers = [not all(isinstance(row[i][1], str) for row in rows) for i in range(len(heads))]
     labels = [escape(head, quote=True) for head in heads]
     top = "".join(
@@ -172,7 +172,8 @@ def html(caption: str, heads: Sequence[str], rows: Sequence[Sequence[Cell]]) -> 
 
 
 def cell(one: Cell, number: bool, label: str) -> str:
-    """On a narrow screen the label stands before the value."""
+    """A cell. On a narrow screen the label is shown before the value."""
+
     text, value, bold = one
     shown = "<br>".join(escape(part.strip()) for part in text.split("\n"))
     if bold:
