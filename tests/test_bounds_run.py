@@ -158,7 +158,8 @@ def test_the_linear_model_as_a_matrix_and_back() -> None:
         ({"algorithm": "fedavg", "straggler_rate": 0.5}, "all its work", True),
         ({"algorithm": "fedadam"}, "a server that averages", True),
         ({"algorithm": "fedprox", "mu": 1.0}, "proximal term", False),
-        ({"algorithm": "fedagg"}, "those of earlier rounds", True),
+        ({"algorithm": "fedagg"}, "a server that averages", True),
+        ({"algorithm": "fedagg", "pace": "base"}, "those of earlier rounds", True),
         ({"variant": "paper", "direction": "aggregated", "weight_decay": 0.1}, "set --weight-decay 0", True),
         ({"algorithm": "fedavg", "batch_size": 8, "weight_decay": 0.1}, "set --batch-size 30", False),
     ],
@@ -177,7 +178,7 @@ def test_the_bound_of_the_default(tmp_path: Path) -> None:
     assert found.applies
     assert found.broken() == []
     assert found.bounds[-1].value < 0.2 * found.bounds[0].value
-    bold = analysed(tmp_path / "bold", algorithm="fedagg", rounds=4)["field"]
+    bold = analysed(tmp_path / "bold", algorithm="fedagg", pace="base", lr=1.0, rounds=4)["field"]
     assert "1 - βLδ_h" in bold.reason
     assert "the last round" in analysed(tmp_path / "avg", algorithm="fedavg", rounds=3)["field"].reason
     assert "set --participation 1" in analysed(tmp_path / "some", algorithm="fedagg", rounds=3, participation=0.5)["field"].reason
