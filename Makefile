@@ -42,8 +42,9 @@ style: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(VENV)/bin/mypy
 
+# Three workers on two cores: tests of real processes wait more than they compute.
 tests: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 docs: $(VENV)/.dev
 	$(VENV)/bin/mkdocs build --strict --site-dir site

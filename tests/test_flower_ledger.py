@@ -8,7 +8,7 @@ pytest.importorskip("flwr", reason="needs fedagg[flower]")
 
 from fedagg.errors import FedaggError, SettingError
 from fedagg.flower import Privacy
-from fedagg.flower.ledger import Enough, Ledger
+from fedagg.flower.ledger import BudgetSpent, Ledger
 from fedagg.flower.privacy import epsilon
 
 
@@ -43,7 +43,7 @@ def test_a_limit_is_seen_before_it_is_passed():
         assert not ledger.exhausted()
         ledger.book(7, t)
     assert ledger.exhausted()
-    with pytest.raises(Enough):
+    with pytest.raises(BudgetSpent):
         ledger.book(7, 3)
     assert ledger.spent()["epsilon_replaced"] < most
     assert not Ledger(Privacy(0.5, 1e-6), None).exhausted()  # without a limit there is none

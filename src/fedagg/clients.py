@@ -25,7 +25,7 @@ from fedagg.work import Chunk, ClientOptions, Job, Report, Work
 SMALL_STEP = 0.01  # of the model's length
 
 
-class Told(NamedTuple):
+class ClientReport(NamedTuple):
     """What a participant reports about its training, whether or not it is left out."""
 
     first: float  # the loss before any step
@@ -116,7 +116,7 @@ class Clients:
 
     passes: int = 0
     left_out: dict[int, str] = field(default_factory=dict)
-    reported: dict[int, Told] = field(default_factory=dict)  # all that answered in the last pass
+    reported: dict[int, ClientReport] = field(default_factory=dict)  # all that answered in the last pass
     stragglers: dict[int, int] = field(default_factory=dict)  # epochs done by those too slow to finish
     bytes_up: int = 0
     bytes_down: int = 0
@@ -161,7 +161,7 @@ class Clients:
         """Drop the rounding error carried over: a method that goes back to an earlier model no longer uses that field."""
         self.downlink.error = None
 
-    def rehearse(self, work: Work) -> dict[int, Told]:
+    def rehearse(self, work: Work) -> dict[int, ClientReport]:
         """Let every participant do the work and report how it went. Nothing else is kept."""
         left_out, length, outcome, error = dict(self.left_out), self.yardstick.length, self.outcome, self.downlink.error
         self.outcome = None
@@ -194,7 +194,7 @@ class Clients:
         usual = max(self.yardstick.length, SMALL_STEP * float(torch.linalg.vector_norm(model.w)))
         causes = judge(lengths, [bool(fit) for fit in gathered.column("fits")], usual, self.drop)
         self.left_out.update({j.client: why for j, why in zip(gathered.jobs, causes, strict=True) if why})
-        told = map(Told, *(gathered.column(name) for name in Told._fields))
+        told = map(ClientReport, *(gathered.column(name) for name in ClientReport._fields))
         self.reported = dict(zip((job.client for job in gathered.jobs), told, strict=True))
         self.bytes_down += len(self.ids) * wire.down(work, model, self.downlink.bits)
         self.bytes_up += len(gathered.jobs) * wire.up(work, model, self.epochs, gathered.represented())

@@ -29,7 +29,7 @@ LARGEST = 3.4e38  # largest value of float32
 ENGINES = ("auto", "sequential", "batched", "distributed")
 
 # What other packages call a setting, where the nearest spelling would be the wrong one.
-ELSEWHERE = {
+FOREIGN_NAMES = {
     "learning_rate": "lr",
     "eta": "lr",
     "num_clients": "clients",
@@ -50,7 +50,7 @@ OF_PARTITIONS = {
 }
 
 # What versions before 0.2 wrote into every record, whatever the method: the names mark such a record, the values mean nothing.
-ONCE_ALWAYS = {"alpha": 0.1, "variant": "default", "tolerance": 1e-3, "passes": 1, "cap": 1.0}
+LEGACY_OPTIONS = {"alpha": 0.1, "variant": "default", "tolerance": 1e-3, "passes": 1, "cap": 1.0}
 
 # What may be given from Python in place of a name: the setting, which is then `custom`, and the keyword of `fedagg.run`.
 FROM_PYTHON = {"dataset": "data", "model": "model", "partition": "parts"}
@@ -270,7 +270,7 @@ def make(settings: Mapping[str, Any], recorded: bool = False, method: type | Non
 
 def current(settings: Mapping[str, Any], recorded: bool) -> Mapping[str, Any]:
     """Drop meaningless entries: records of earlier versions list the options of all methods and the settings of all partitions."""
-    if not ONCE_ALWAYS.keys() <= settings.keys():
+    if not LEGACY_OPTIONS.keys() <= settings.keys():
         return settings
     own = options_of(settings)
 
@@ -279,7 +279,7 @@ def current(settings: Mapping[str, Any], recorded: bool) -> Mapping[str, Any]:
             return settings.get("partition") in OF_PARTITIONS[name]
         if name in Config.model_fields or name in own:
             return True
-        return recorded and value is not None and ONCE_ALWAYS.get(name) != value
+        return recorded and value is not None and LEGACY_OPTIONS.get(name) != value
 
     return {name: value for name, value in settings.items() if says(name, value)}
 
@@ -314,7 +314,7 @@ def no_such_option(name: str, value: object, methods: Sequence[str], partition: 
     others = having(name)
     if not others:
         own = [option for method in methods for option in declared(known_method(method))]
-        return unknown("setting", name, {*SETTINGS, *own}, ELSEWHERE)
+        return unknown("setting", name, {*SETTINGS, *own}, FOREIGN_NAMES)
     words = f"{listing(methods)} no such option; {listing(others)}"
     variants = [other.removeprefix(f"{methods[0]}-") for other in others if other.startswith(f"{methods[0]}-")]
     if len(methods) == 1 and variants:

@@ -86,7 +86,7 @@ class ByClient(Protocol):
     def score(self, model: Model, client: int) -> float: ...
 
 
-class LikeItsOwn:
+class LabelWeightedTest:
     """The test set weighted for each client, so that labels are as frequent as in the client's own samples."""
 
     def __init__(self, evaluator: Evaluator, parts: Sequence[Any]) -> None:

@@ -36,7 +36,7 @@ from fedagg.measure import CLIENTS, Measure
 from fedagg.memory import ClientMemory
 from fedagg.result import Result, scores
 from fedagg.server import Server
-from fedagg.surroundings import as_usual
+from fedagg.surroundings import isolated_torch_state
 from fedagg.tasks import Metric, Task
 from fedagg.work import Loss, Work
 
@@ -88,7 +88,7 @@ def guarded(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def careful(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            with as_usual():
+            with isolated_torch_state():
                 return function(*args, **kwargs)
         except (MemoryError, RuntimeError) as error:
             # torch has an error class for this on a GPU, but only a message on the CPU
@@ -242,7 +242,7 @@ class Simulation:
         self.engine = engine if wrap is None else wrap(engine)
         self.evaluator = Evaluator(setting, self.data.x_test, self.data.y_test, self.task)
         self.by_client: ByClient = (
-            evaluate.LikeItsOwn(self.evaluator, parts) if held is None else evaluate.Own(setting, held, self.task)
+            evaluate.LabelWeightedTest(self.evaluator, parts) if held is None else evaluate.Own(setting, held, self.task)
         )
         self.memory = client_memory(config, self.server) if self.server.algorithm.remembers else None
         who = functools.partial(range, config.clients)
@@ -368,7 +368,7 @@ class Keeper:
         left_out = self.book.unheard()
         asked = simulation.config.corrupt_rate or simulation.config.flip_rate
         if not asked and not all(row.get("unchanged") for row in history):
-            tell_left_out(left_out, len(history))
+            warn_left_out(left_out, len(history))
         personal = None if self.interrupted else simulation.personal()
         simulation.timing.lap("record")
         figures = {key: scored[-1][key] for key in CLIENTS.values() if scored and key in scored[-1]}
@@ -403,7 +403,7 @@ def warn_about(history: list[dict[str, Any]], scored: list[dict[str, Any]]) -> N
         warnings.warn("the loss of the model is not finite: lower lr, or server_lr where the method has one", stacklevel=4)
 
 
-def tell_left_out(left_out: dict[str, dict[str, int]], rounds: int) -> None:
+def warn_left_out(left_out: dict[str, dict[str, int]], rounds: int) -> None:
     """Warn about clients that were left out: they may be honest, only unlike the others."""
     for why, who in left_out.items():
         named = ", ".join(f"{client} in {count}" for client, count in list(who.items())[:5])

@@ -15,7 +15,7 @@ _running = threading.RLock()  # reentrant, because a callback may start another 
 
 
 @contextmanager
-def as_usual() -> Iterator[None]:
+def isolated_torch_state() -> Iterator[None]:
     """Run with gradients and float32, whatever the caller has set, and restore everything afterwards.
 
     Layers draw from torch's global generator, one per process: two runs at once would take each other's numbers."""

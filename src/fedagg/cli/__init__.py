@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 import fedagg
 from fedagg.cli.process import leave
 from fedagg.cli.show import err, out
-from fedagg.config import ELSEWHERE
+from fedagg.config import FOREIGN_NAMES
 from fedagg.errors import FedaggError, SettingError
 from fedagg.files import reason
 
@@ -111,7 +111,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(2)
     except click.NoSuchOption as error:
         word = error.option_name.lstrip("-").replace("-", "_")
-        ours = f"--{ELSEWHERE[word].replace('_', '-')}" if word in ELSEWHERE else None
+        ours = f"--{FOREIGN_NAMES[word].replace('_', '-')}" if word in FOREIGN_NAMES else None
         complain(f"No such option {error.option_name!r}. Did you mean {ours!r}?" if ours else error.format_message())
     except click.ClickException as error:
         words = error.format_message().split(" Did you mean ")

@@ -90,7 +90,7 @@ def run(
 
     overrides = settings(folder, run_config or [])
     with Control(folder) as control:
-        ended = control.see_through(folder, overrides, restarts, patience, lambda text: typer.echo(text, nl=False))
+        ended = control.run_to_end(folder, overrides, restarts, patience, lambda text: typer.echo(text, nl=False))
     typer.echo(f"run {ended.run} is complete")
 
 

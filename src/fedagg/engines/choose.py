@@ -70,7 +70,7 @@ def pick(setting: Setting, options: EngineOptions) -> Engine:
     cores, module = options.threads or torch.get_num_threads(), setting.module
     setting = with_graph(setting)
     trial = on_trial(setting, options)
-    what = fills_a_core(module)
+    what = heavy_layers(module)
     if setting.device.type == "cpu" and what:
         if written(setting, trial) and what != RECURRENT:  # torch's own cell is faster than the written-out one
             return noted(Threaded(setting, cores, stacked.StackedNetwork), f"no autograd; {what} fill a core, not several")
@@ -133,7 +133,7 @@ def written(setting: Setting, trial: Trial | None) -> bool:
     return tried and setting.graph is not None
 
 
-def fills_a_core(module: nn.Module) -> str:
+def heavy_layers(module: nn.Module) -> str:
     """The kind of layers in a module for which one small batch keeps a core busy; "" if there are none."""
     kinds = {RECURRENT: nn.RNNBase | LSTM, "convolutions": nn.Conv2d, "attention": CausalAttention}
     return next((name for name, kind in kinds.items() if any(isinstance(part, kind) for part in module.modules())), "")

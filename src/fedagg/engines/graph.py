@@ -50,7 +50,7 @@ def traced(module: nn.Module, axes: int) -> list[Node] | None:
         return None
     module = copy.deepcopy(module).train()  # a copy, because the module may keep its input
     try:
-        graph = Watchful().trace(module)
+        graph = StrictTracer().trace(module)
     except Exception:  # a user's forward may raise anything for a traced value
         return None
     if not all(part.training for part in module.modules()):
@@ -102,7 +102,7 @@ def hooked(module: nn.Module) -> bool:
     return parts or any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in module.parameters())
 
 
-class Watchful(fx.Tracer):
+class StrictTracer(fx.Tracer):
     """A tracer that refuses parts without gradients or under autocast: the graph would not show these."""
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:

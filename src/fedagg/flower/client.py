@@ -30,7 +30,7 @@ from fedagg.federation import pick_device
 from fedagg.flat import Layout, Model
 from fedagg.flower import messages, scores
 from fedagg.flower.data import NodeData, node_data
-from fedagg.flower.kinds import kinds_only
+from fedagg.flower.kinds import redact_errors
 from fedagg.flower.privacy import planned, updates_only
 from fedagg.flower.scores import OwnMetric, Scores
 from fedagg.memory import ClientMemory
@@ -68,7 +68,7 @@ def client_app(
         told: Any = message.content.config_records.get("config", {})
         return scores.asked(told, metric), node_data(data(context), told.get("task"))
 
-    @app.query(mods=[kinds_only])
+    @app.query(mods=[redact_errors])
     def hello(message: Message, context: Context) -> Message:
         """Tell who this node is: its partition, the number of samples, the task, the model's size and the version. Nothing else
         about the data is sent."""
@@ -81,7 +81,7 @@ def client_app(
         version = ConfigRecord({"fedagg": fedagg.__version__, "task": node.data.task})
         return Message(RecordDict({"metrics": record, "version": version}), reply_to=message)
 
-    @app.train(mods=[kinds_only, veil, *mods])
+    @app.train(mods=[redact_errors, veil, *mods])
     def train(message: Message, context: Context) -> Message:
         module, (task, node), client = model(), task_and_data(message, context), client_of(context)
         order = messages.read_order(message.content, Layout(module))
@@ -102,7 +102,7 @@ def client_app(
         if method is not None and work.memory:
             keep(context, memory.read([client])[0], method.remember(chunk, work)[0], order)
         if quiet:
-            chunk = hushed(chunk, work)
+            chunk = without_private_numbers(chunk, work)
             # LocalDpMod draws from numpy's global generator, and model() or data() may have seeded it.
             np.random.seed()  # noqa: NPY002
         if order.veil:
@@ -114,7 +114,7 @@ def client_app(
             return Message(answer, reply_to=message)
         return Message(messages.write_answer(chunk, at, len(samples), tests), reply_to=message)
 
-    @app.evaluate(mods=[kinds_only])
+    @app.evaluate(mods=[redact_errors])
     def evaluate(message: Message, context: Context) -> Message:
         module, (task, node) = model(), task_and_data(message, context)
         found = None
@@ -169,7 +169,7 @@ def method_of(order: messages.Order, context: Context) -> algorithms.Algorithm:
     return algorithms.build(order.method, order.options)
 
 
-def hushed(chunk: Chunk, work: Work) -> Chunk:
+def without_private_numbers(chunk: Chunk, work: Work) -> Chunk:
     """The same update, with only those numbers beside it that follow from the work."""
     silent: dict[str, Any] = {f.name: torch.zeros_like(getattr(chunk, f.name)) for f in fields(Report)}
     rates = planned(work, torch.zeros_like(chunk.delta[0]))
@@ -198,12 +198,12 @@ def setting_of(
     if node.data.task != task.name:
         raise SettingError("data(context)", node.data.task, f"the run's task is {task.name}; say another as `task` in its settings")
     device = pick_device(str(context.node_config.get("device", "auto")))
-    classes = node.data.classes if head is None else told_apart(module, head, node)
+    classes = node.data.classes if head is None else class_count(module, head, node)
     return Setting(module, node.data.x_train, node.data.y_train, classes, local, device, loss or task.loss)
 
 
 @torch.no_grad()
-def told_apart(module: nn.Module, head: str, node: NodeData) -> int:
+def class_count(module: nn.Module, head: str, node: NodeData) -> int:
     """The number of classes: that of the head's outputs. The node's labels cannot tell, because the last ones may be missing."""
     seen: list[int] = []
     probe = copy.deepcopy(module).eval()

@@ -169,7 +169,7 @@ class Control:
             for part in self.client.StreamLogs(StreamLogsRequest(run_id=run, after_timestamp=after)):
                 tell(part.log_output)
 
-    def see_through(
+    def run_to_end(
         self, folder: Path, overrides: dict[str, Any], restarts: int, patience: float, tell: Callable[[str], None]
     ) -> RunRow:
         """Start a run and follow it to its end. If it fails, or its SuperLink goes down, it is started again up to `restarts`

@@ -27,7 +27,7 @@ def kind(error: Exception) -> str:
     return next(parent.__name__ for parent in type(error).__mro__ if parent in KINDS)
 
 
-def kinds_only(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+def redact_errors(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
     """A mod around everything a node does."""
     try:
         return call_next(message, context)

@@ -15,7 +15,7 @@ from fedagg.errors import FedaggError
 from fedagg.flower.privacy import Privacy, epsilon_of
 
 
-class Enough(Exception):
+class BudgetSpent(Exception):
     """Nothing more may be revealed about the nodes."""
 
 
@@ -48,9 +48,9 @@ class Ledger:
 
     def book(self, run: int, t: int) -> None:
         """Book a noisy sum that is about to be used. It is written to disk first: a server that stops now and repeats the round
-        reveals another sum. Raises Enough if it would reveal too much."""
+        reveals another sum. Raises BudgetSpent if it would reveal too much."""
         if self.exhausted():
-            raise Enough
+            raise BudgetSpent
         line = json.dumps({"run": f"{run:x}", "round": t + 1, "noise_multiplier": self.privacy.noise_multiplier})
         self.lines.append(line)
         if self.path is not None:

@@ -20,7 +20,7 @@ from fedagg.tasks import CLASSIFICATION, TASKS
 log = getLogger("flwr").log
 
 
-class Lonely(FedaggError):
+class NoNodes(FedaggError):
     """No nodes are left to continue with."""
 
 
@@ -132,14 +132,14 @@ class Members:
             time.sleep(0.5)
 
     def gather(self, grid: Grid, least: int, seconds: float) -> None:
-        """Wait until at least `least` nodes can take part. Raises Lonely when the time is over."""
+        """Wait until at least `least` nodes can take part. Raises NoNodes when the time is over."""
         end, told = time.monotonic() + seconds, False
         while True:
             self.refresh(grid)
             if len(self.nodes) >= least:
                 return
             if time.monotonic() >= end:
-                raise Lonely(f"{len(self.nodes)} nodes are there after {seconds:g} seconds, {least} are needed")
+                raise NoNodes(f"{len(self.nodes)} nodes are there after {seconds:g} seconds, {least} are needed")
             if not told:
                 log(WARNING, "%s nodes are there, %s are needed: waiting up to %g seconds", len(self.nodes), least, seconds)
                 told = True

@@ -183,7 +183,7 @@ def collect(clients: Clients, strategy: Messenger, model: Model, work: Work, lon
 
 
 @dataclass
-class VeiledClients(Clients):
+class SecureClients(Clients):
     """Participants whose updates the server sees only as sums. A bad update cannot be taken out again, so it spoils the round."""
 
     open: ClassVar[bool] = False
@@ -248,7 +248,7 @@ class VeiledClients(Clients):
 
 
 @dataclass
-class VeiledPrivateClients(PrivateClients):
+class SecurePrivateClients(PrivateClients):
     """Participants whose updates the server sees only as sums, and everyone else as noisy sums. Nodes clip their own updates,
     because nobody else sees these. Whatever fails, the round releases a sum: then it is noise alone."""
 

@@ -37,8 +37,8 @@ from fedagg.flat import Layout, Model
 from fedagg.flower import messages, scores
 from fedagg.flower.closing import Closing
 from fedagg.flower.conversation import Conversation
-from fedagg.flower.ledger import Enough, Ledger
-from fedagg.flower.members import Lonely, Members
+from fedagg.flower.ledger import BudgetSpent, Ledger
+from fedagg.flower.members import Members, NoNodes
 from fedagg.flower.messages import BadAnswer, Order
 from fedagg.flower.monitor import exposition
 from fedagg.flower.pace import Pace, Slow
@@ -261,9 +261,9 @@ class FedAggStrategy(Strategy):
                 result = self.start(grid, self.arrays(), num_rounds=self.config.rounds - self.done, timeout=self.timeout)
                 while self.done < self.config.rounds:  # includes rounds that nobody answered
                     result = self.start(grid, self.arrays(), num_rounds=self.config.rounds - self.done, timeout=self.timeout)
-            except Lonely as why:
+            except NoNodes as why:
                 raise FedaggError(f"round {self.done + 1}: {why}; {self.advice()}") from None
-            except Enough:
+            except BudgetSpent:
                 result, cause = Result(), "a callback says so" if self.stopped else "one more would pass epsilon-max"
                 log(WARNING, "the run ends after %s of %s rounds: %s", self.done, self.config.rounds, cause)
                 self.test_last(grid)
@@ -289,7 +289,7 @@ class FedAggStrategy(Strategy):
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         began = time.perf_counter()
         if self.stopped or (self.ledger is not None and self.ledger.exhausted()):
-            raise Enough
+            raise BudgetSpent
         self.grid, self.extra = grid, config
         self.members.gather(grid, self.quorum, self.patience)
         self.server.model = messages.read_model(arrays, self.layout)  # a wrapper may have added noise
@@ -469,7 +469,7 @@ class FedAggStrategy(Strategy):
     # The parts of a round.
 
     def hear(self, turn: Turn) -> None:
-        """If nobody answered, mark the round for repetition. Raises Lonely if this has lasted too long."""
+        """If nobody answered, mark the round for repetition. Raises NoNodes if this has lasted too long."""
         causes = turn.clients.left_out
         if not all(causes.get(client) in ABSENT for client in turn.clients.ids):
             return
@@ -477,7 +477,7 @@ class FedAggStrategy(Strategy):
         self.silent = self.silent or turn.began
         log(WARNING, "round %s is done again: nobody answered", turn.t + 1)
         if time.perf_counter() - self.silent > self.patience:
-            raise Lonely(f"nobody has answered for {self.patience:g} seconds")
+            raise NoNodes(f"nobody has answered for {self.patience:g} seconds")
 
     def enlist(self, t: int, **shared: Any) -> Clients:
         """The participants of round t; `shared` is what the server knows about them."""
@@ -488,9 +488,9 @@ class FedAggStrategy(Strategy):
             private = {"privacy": self.privacy, "release": partial(self.ledger.book, self.token, t)}
         if self.secure:
             # It needs the older half of Flower, which nothing else should import.
-            from fedagg.flower.secagg import VeiledClients, VeiledPrivateClients
+            from fedagg.flower.secagg import SecureClients, SecurePrivateClients
 
-            veiled = partial(VeiledPrivateClients, **private) if private else VeiledClients
+            veiled = partial(SecurePrivateClients, **private) if private else SecureClients
             kind = partial(veiled, strategy=self)
         elif private:
             kind = partial(PrivateClients, **private)
