@@ -2,13 +2,13 @@ r"""FedAgg, the default version: FedAvg's local work and FedAvg's uplink, and no
 
 Clients step along a mix of their own gradient and the aggregated one (Eq. 9 between its two ends). Two measurements set how far:
 
-- the clients' own rate: before the first round all of them try some rates, and the one that lowers their loss most is taken. No
-  gradient counts as longer than gradients were then;
+- the clients' own rate: before the first round all of them try several rates, and the one that lowers their loss most is used.
+  Gradients much longer than at that time are shortened;
 - λ, their own share of the step, from how far their gradients agree. The pace of the federation is the own rate over λ, so that a
-  client's own gradient always counts the same, and the less clients agree, the longer they go on along what they have in common.
+  client's own gradient always has the same weight. The less clients agree, the longer they continue in the common direction.
 
-Theorem 1 then gives every client its rate for every epoch around that pace. None of this has a unit: a loss multiplied by ten, or
-the inputs of a linear model, give the same run at rates that fit.
+Theorem 1 then gives every client its rate for every epoch around that pace, and the server pulls the weights back a little. None of
+this has a unit: if the loss, or the inputs of a linear model, are multiplied by ten, the run is the same at rates scaled to match.
 """
 
 from __future__ import annotations
