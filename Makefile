@@ -4,7 +4,7 @@ VENV := .venv
 # Of the 20,000 files that are installed, few are ever imported; Python compiles these when they are.
 PIP := $(VENV)/bin/pip --disable-pip-version-check -q install --no-compile -c constraints.txt
 FEDAGG := $(VENV)/bin/fedagg
-# They are to be kept, whatever the shell says: otherwise each of the many processes of the tests compiles all of torch again.
+# Keep what Python compiles, whatever the shell says: otherwise every process that the tests start compiles torch again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test quick lint style types tests docs bench clean

@@ -114,7 +114,7 @@ def test_the_rate_that_is_best_for_a_client_alone(count: int, base: float) -> No
 @pytest.mark.parametrize("base", [1e-4, 1e-2, 30.0])
 def test_clients_that_make_one_step_try_it_together(base: float) -> None:
     """By hand: all start at 0, their mean gradient is -10.5 h, and a step of 1/h along it ends at 10.5, the best for all of them.
-    Twice as long a step is as far beyond as it was before it: the parabola through powers of two is a little low."""
+    The search tries powers of two only, so that the lowest point of its parabola is near 1/h, not at it."""
     alone = federation_of(3, engine=Quadratic(steps=1), local=ClientOptions(epochs=1, batch_size=10))
     assert 0.6 < found(started(lr=base), alone) / (1 / BEND) < 1.5
     assert alone.outcome is None

@@ -162,7 +162,7 @@ class Clients:
         self.downlink.error = None
 
     def rehearse(self, work: Work) -> dict[int, ClientReport]:
-        """Let every participant do the work and report how it went. Nothing else is kept."""
+        """Let every participant do the work and report how it went. Nothing else is kept but `rehearsed`, what they computed."""
         left_out, length, outcome, error = dict(self.left_out), self.yardstick.length, self.outcome, self.downlink.error
         self.outcome = None
         with suppress(NoClients):
