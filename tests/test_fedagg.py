@@ -143,8 +143,8 @@ def test_one_step_a_round_learns(engine: str) -> None:
 @pytest.mark.parametrize("lost", [math.nan, math.inf, 1e9, 4.0])
 @pytest.mark.parametrize(("first", "low", "best"), [(2.0, 1.0, 0.5), (-0.5, -1.0, -2.0)])
 def test_what_blew_up_counts_as_twice_the_first_loss(first: float, low: float, best: float, lost: float) -> None:
-    """Means of two clients of 1, 0.5 and 4, so that the best is ½ · (1 - 4)/(1 - 1 + 4) steps further. Where the first loss is
-    -0.5, twice that is nothing: -1, -2 and 0."""
+    """Means of two clients of 1, 0.5 and 4, so that the best is ½ · (1 - 4)/(1 - 1 + 4) steps further, and the rate half a step
+    above it. Where the first loss is -0.5, twice that is nothing: -1, -2 and 0."""
 
     class Given(Quadratic):
         def run(self, model: Model, work: Work, jobs: list[Job], memory: Any) -> Any:
@@ -155,7 +155,7 @@ def test_what_blew_up_counts_as_twice_the_first_loss(first: float, low: float, b
                 yield chunk
 
     high = first + abs(first)
-    expected = 0.04 * 2 ** (0.5 * (low - high) / (low - 2 * best + high))
+    expected = 0.04 * 2 ** (0.5 + 0.5 * (low - high) / (low - 2 * best + high))
     assert found(started(lr=0.01), federation_of(2, engine=Given())) == pytest.approx(expected)
 
 
@@ -182,6 +182,18 @@ def test_on_a_plateau_the_highest_rate_without_harm_is_taken() -> None:
                 yield chunk
 
     assert found(started(lr=0.01), federation_of(20, engine=Plateau())) == pytest.approx(0.32, rel=1e-3)
+
+
+@pytest.mark.parametrize(("t", "rounds", "share"), [(0, 30, 1), (20, 30, 1), (25, 30, 0.5), (29, 30, 0.1), (0, 1, 1), (7, 0, 1)])
+def test_the_own_rate_falls_in_the_last_third(t: int, rounds: int, share: float) -> None:
+    """By hand: of 30 rounds, those from 20 on have 10/10, 9/10, ... 1/10 of the rate. Without an end it does not fall."""
+    clients = federation_of(2, t=t, rounds=rounds)
+    for pace, expected in (("measured", 0.4 * share), ("base", 0.4)):
+        method = started(pace=pace)
+        method.state["rate"] = 0.4
+        assert method.own_rate(clients) == pytest.approx(expected)
+        method.plan(clients)
+        assert method.figures()["own_rate"] == pytest.approx(expected)
 
 
 def test_the_base_rate_stands_where_clients_are_silent() -> None:

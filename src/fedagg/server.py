@@ -59,6 +59,7 @@ class Server:
             t=t,
             ids=self.participants(t),
             total=self.config.clients,
+            rounds=self.config.rounds,
             local=self.options,
             seed=self.config.seed,
             model=self.model,

@@ -2,8 +2,8 @@ r"""FedAgg, the default version: FedAvg's local work and FedAvg's uplink, and no
 
 Clients step along a mix of their own gradient and the aggregated one (Eq. 9 between its two ends). Two measurements set how far:
 
-- the clients' own rate: before the first round all of them try several rates, and the one that lowers their loss most is used.
-  Gradients much longer than at that time are shortened;
+- the clients' own rate: before the first round all of them try several rates, and one a little above the rate that lowers their
+  loss most is used. It falls to zero in the last third of the rounds. Gradients much longer than at the start are shortened;
 - λ, their own share of the step, from how far their gradients agree. The pace of the federation is the own rate over λ, so that a
   client's own gradient always has the same weight. The less clients agree, the longer they continue in the common direction.
 
@@ -31,6 +31,8 @@ from fedagg.work import Work
 LEAST_OWN = 0.1  # lower bound of λ: a client that ignored its own gradient would teach the server nothing
 STILL = 0.001  # as a share of the base rate: clients that hardly move show the state at the start
 RATES = 14  # largest number of rates to try before the first round
+BOLD = 0.5  # the own rate is this power of two above the rate that lowers the loss most in the first round
+FALL = 1 / 3  # share of the rounds, at the end, in which the own rate falls to zero
 TAIL = 3.0  # later models weigh more in the average of the path: the η of Shamir and Zhang
 STEADY = 0.25  # largest share of one round in the average, unless the loss falls over a longer time
 CLIP = 1.5  # largest norm of a mini-batch gradient, as a multiple of the usual norm at the start
@@ -51,7 +53,7 @@ class FedAgg(Algorithm):
     scheduled: ClassVar[bool] = False
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
-        self.departure = math.nan
+        self.departure, self.rate = math.nan, 0.0
         self.state |= {
             "rate": 0.0,  # for a client's own gradient; 0 until it is measured
             "phi1": torch.zeros_like(model.w),  # the aggregated gradient, one for all epochs
@@ -99,7 +101,14 @@ class FedAgg(Algorithm):
             told = [answer.loss if common is None else answer.behind for answer in answers]
             losses[power] = sum(loss if loss < worst else worst for loss in told) / len(told) if told else worst
             power = meanfield.next_power(losses, first)
-        self.state["rate"] = self.lr * 2 ** meanfield.best_power(losses, first)
+        bold = BOLD if meanfield.gains(losses, first) else 0.0  # on a plateau the best rate is the highest already
+        self.state["rate"] = self.lr * 2 ** (meanfield.best_power(losses, first) + bold)
+
+    def own_rate(self, clients: Clients) -> float:
+        """The rate of a client's own gradient in this round. If clients differ, every round adds noise in proportion
+        to its rate; towards the end that matters more than progress."""
+        left = (clients.rounds - clients.t) / clients.rounds if clients.rounds and self.pace == "measured" else 1.0
+        return float(self.state["rate"]) * min(1.0, left / FALL)
 
     def limit(self) -> float:
         """The limit for the norm of a mini-batch gradient, from what was usual at the start. If gradients grow later, as in
@@ -110,7 +119,8 @@ class FedAgg(Algorithm):
         """Theorem 1 around the expected path of the average client: φ2[k] = w̄ - η_ref k S φ1. The deviation is measured in units
         of |S φ1|, so that α has no unit."""
         own, phi1, steps, epochs = self.own_share(), self.state["phi1"], clients.reach, clients.epochs
-        pace, norm2 = self.state["rate"] / own, float(phi1.double().square().sum())
+        self.rate = self.own_rate(clients)
+        pace, norm2 = self.rate / own, float(phi1.double().square().sum())
         if not norm2:
             return Work(rate=clients.constant(pace), clip=self.limit())
         mix = torch.full((epochs, 1), 1.0 - own)
@@ -209,4 +219,4 @@ class FedAgg(Algorithm):
 
     def figures(self) -> dict[str, float]:
         own = self.own_share()
-        return {"pace": self.state["rate"] / own, "own_rate": self.state["rate"], "own_share": own, "departure": self.departure}
+        return {"pace": self.rate / own, "own_rate": self.rate, "own_share": own, "departure": self.departure}

@@ -23,7 +23,7 @@ from fedagg.reproduce.results import Store
 from fedagg.reproduce.running import CellResult, Stop
 from fedagg.result import Result
 
-ABOUT = "a table or figure of the paper, `all`, `table-tuned`, `quick`, or a TOML file like those in experiments/paper"
+ABOUT = "a table or figure of the paper, `all`, `table-tuned`, `table-letters`, `quick`, or a TOML file of yours"
 ROWS = "rows, by name or beginning, e.g. mnist-linear,cifar10-cnn-iid"
 SEEDS = "seeds 0, 1, ... of every cell (default 3; 5 for table-tuned)"
 TUNING_SEEDS = "of table-tuned: the seeds that settings are chosen with (default 5,6)"

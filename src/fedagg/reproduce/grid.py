@@ -16,7 +16,7 @@ from fedagg.config import Config, having, known_method, no_such_option, options_
 from fedagg.errors import SettingError, unknown
 
 FOLDER = Path(__file__).resolve().parent.parent / "experiments" / "paper"
-OURS = ("quick", "table-tuned")  # not from the paper: stored beside its folder
+OURS = ("quick", "table-letters", "table-tuned")  # not from the paper: stored beside its folder
 KINDS = ("table", "tuned", "curves", "bars", "partition")
 
 
@@ -28,6 +28,7 @@ class Row:
     label: str
     distribution: str
     settings: dict[str, Any]
+    paper: str = ""  # the row of the paper to compare with, if its name is another
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,9 @@ def parse(name: str, text: dict[str, Any]) -> Spec:
         raise unknown("kind", text["kind"], KINDS)
     rows = []
     for row in text["rows"]:
-        own = {k: v for k, v in row.items() if k not in ("name", "label", "distribution")}
-        rows.append(Row(row["name"], row.get("label", row["name"]), row.get("distribution", ""), own))
+        own = {k: v for k, v in row.items() if k not in ("name", "label", "distribution", "paper")}
+        about = row["name"], row.get("label", row["name"]), row.get("distribution", "")
+        rows.append(Row(*about, own, row.get("paper", row["name"])))
     return Spec(
         name=name,
         title=text["title"],

@@ -138,7 +138,7 @@ def build(spec: Spec, store: Store, also: Sequence[str] = ()) -> Table:
 
 def entry(spec: Spec, store: Store, row: Row, method: str, participation: float, variant: dict[str, Any]) -> Entry:
     # The paper has one variant: the first one here.
-    theirs = paper.accuracy(spec.paper, row.name, participation, method) if variant is spec.variants[0] else None
+    theirs = paper.accuracy(spec.paper, row.paper, participation, method) if variant is spec.variants[0] else None
     if not spec.applies(row, method):
         return Entry((), theirs, "does not apply")
     found = [store.get(spec.config(row, method, participation, seed, variant)) for seed in range(spec.seeds)]
