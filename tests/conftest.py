@@ -62,6 +62,8 @@ SLOW = {
         "reproduce",
         "resume",
         "text_models",
+        "theory_bounds",
+        "theory_constants",
         "tools",
         "trackers",
         "tuned",

@@ -235,6 +235,7 @@ def test_names_of_the_package_cannot_be_taken() -> None:
             register(name)(lambda *_: None)
 
 
+@pytest.mark.slow
 def test_somebody_elses_network_is_tried_before_it_is_trusted(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fedagg.engines import choose
 

@@ -396,6 +396,7 @@ def test_a_callback_stops_the_run_and_need_not_have_every_method(tmp_path: Path)
 # --- the package ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_leaves_no_switch_behind() -> None:
     def switches() -> tuple[object, ...]:
         return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.get_num_threads()
