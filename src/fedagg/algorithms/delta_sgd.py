@@ -1,11 +1,11 @@
 """Δ-SGD (Kim, Toghani, Uribe, Kyrillidis 2024): every client finds its own rate from the smoothness that it meets.
 
 η_k = min(γ |w_k - w_{k-1}| / (2 |g_k - g'_{k-1}|), √(1 + δ θ_{k-1}) η_{k-1}), θ_k = η_k/η_{k-1}, both gradients on the batch of
-step k: two backward passes a step. Every round begins anew, with one step at η_0 and θ_0 = 1. The server averages as FedAvg
-does.
+step k, so a step takes two backward passes. Every round starts again with one step at η_0 and θ_0 = 1. The server averages as
+FedAvg does.
 
-Checked against the authors' code (jlylekim/auto-tuned-FL, `adsgd.py` and `update.py`), from which γ, δ and η_0 are. The code
-lets η grow before its first step, too, and adds 1e-8 to it; the formula does not.
+Checked against the authors' code (jlylekim/auto-tuned-FL, `adsgd.py` and `update.py`), which also gives γ, δ and η_0. The code also
+lets η grow before its first step and adds 1e-8 to it; the formula does neither.
 """
 
 from dataclasses import dataclass, replace

@@ -1,7 +1,6 @@
 """FedAdam (Reddi et al. 2021): the mean update is a pseudo-gradient for Adam at the server.
 
-v starts at τ², there is no bias correction, and only trainable weights pass through the optimiser: buffers are
-averaged.
+v starts at τ². There is no bias correction. Only trainable weights pass through the optimiser; buffers are averaged.
 """
 
 from dataclasses import dataclass

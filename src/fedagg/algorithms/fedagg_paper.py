@@ -1,7 +1,7 @@
 """FedAgg to the letter: Algorithm 1 for the mean-field terms, Theorem 1 for the rates, Algorithm 2 for training.
 
-`--variant paper`. The gradient of an epoch is read as Definition 1 says, the mean gradient of F_i, here the mean over the epoch's
-mini-batches. See the documentation of the mathematics for what this reading implies.
+This is `--variant paper`. The gradient of an epoch is the mean gradient of F_i, as in Definition 1: here, the mean over the epoch's
+mini-batches. The documentation of the mathematics says what follows from this.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """FedAvgM (Hsu, Qi, Brown 2019): momentum at the server.
 
-v ← β v + Σ θ_i Δ_i, w ← w + γ v. β = 0.9 is the paper's usual choice; it has no γ, which is 1 here.
+v ← β v + Σ θ_i Δ_i, w ← w + γ v. β = 0.9 is the paper's usual choice. The paper has no γ; it is 1 here.
 """
 
 from dataclasses import dataclass

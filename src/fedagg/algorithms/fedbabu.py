@@ -1,8 +1,8 @@
 """FedBABU (Oh, Kim, Yun 2022): clients train the body under one random head that never moves.
 
-The head is not in the optimiser at all, so not even weight decay moves it. Two figures come of it: the global model
-under its untouched head (`accuracy`), and the mean over clients after each has fine-tuned the whole model on its own
-data, on a test set weighted by its own labels (`personal_accuracy`).
+The optimiser does not see the head, so not even weight decay moves it. Two figures are reported. `accuracy` is that of the
+global model with its untouched head. `personal_accuracy` is the mean over clients, after each has fine-tuned the whole model on its
+own data, on a test set weighted by the client's labels.
 """
 
 from dataclasses import dataclass, replace

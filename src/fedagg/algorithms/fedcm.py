@@ -1,6 +1,6 @@
 """FedCM (Xu, Wang, Wang, Yao 2021): every local step mixes in the last round's global direction.
 
-Local step along α g + (1-α) Δ_t with Δ_{t+1} = mean_S (x_t - x_i)/(η K_i). Δ starts at zero, so the first round is
+The local step is along α g + (1-α) Δ_t with Δ_{t+1} = mean_S (x_t - x_i)/(η K_i). Δ starts at zero, so the first round is
 slow, as published.
 """
 

@@ -1,7 +1,7 @@
 """FedDyn (Acar et al. 2021): a linear term per client and a correction at the server make the local optima agree.
 
 Client k minimises f_k(θ) - <g_k, θ> + (α/2)|θ - θ_t|², then g_k ← g_k - α(θ_k - θ_t). The server keeps
-h ← h - (α/m) Σ_P (θ_k - θ_t), with m all clients and not only the participants, and sets θ ← mean_P θ_k - h/α.
+h ← h - (α/m) Σ_P (θ_k - θ_t), where m counts all clients, not only the participants, and sets θ ← mean_P θ_k - h/α.
 """
 
 from dataclasses import dataclass, replace

@@ -1,6 +1,6 @@
 """FedExP (Jhunjhunwala, Wang, Joshi 2023): the server extrapolates when the clients' updates disagree.
 
-η_g = max(1, Σ|Δ_i|² / (2|S| (|Δ̄|² + ε))). As published, the accuracy shown is that of the mean of the last two
+η_g = max(1, Σ|Δ_i|² / (2|S| (|Δ̄|² + ε))). As published, the model that is evaluated is the mean of the last two
 iterates.
 """
 

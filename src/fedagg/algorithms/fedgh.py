@@ -1,9 +1,8 @@
 """FedGH (Yi et al. 2023): the server trains the global header on what the clients' bodies make of their data.
 
-Clients train the whole model and upload, beside it, the mean representation of each class they hold. The server
-averages the bodies. The header it does not average: it goes on training the one it broadcast, on those means by
-cross-entropy, each weighted by its samples, and broadcasts the result. `accuracy` is that of the averaged bodies
-under the trained header.
+Clients train the whole model. They upload it together with the mean representation of each class they hold. The server averages
+the bodies but not the headers: it continues to train the header it broadcast, by cross-entropy on those means, each weighted by its
+number of samples, and broadcasts the result. `accuracy` is that of the averaged bodies with the trained header.
 """
 
 import copy

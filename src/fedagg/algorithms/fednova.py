@@ -1,8 +1,8 @@
 """FedNova (Wang, Liu, Liang, Joshi, Poor 2020): clients that make more steps do not pull more.
 
-w ← w + τ_eff Σ p_i Δ_i/τ_i with τ_eff = Σ p_i τ_i, p_i the client's share of the data and τ_i its steps; with momentum m
-the k-th step counts (1-m^k)/(1-m) times. Checked against the authors' code (JYWa/FedNova, `distoptim/FedNova.py`), without its
-proximal term and server momentum.
+w ← w + τ_eff Σ p_i Δ_i/τ_i with τ_eff = Σ p_i τ_i, where p_i is the client's share of the data and τ_i its number of steps.
+With momentum m, the k-th step counts (1-m^k)/(1-m) times. Checked against the authors' code (JYWa/FedNova, `distoptim/FedNova.py`),
+without its proximal term and server momentum.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """FedProx (Li et al. 2020): every local step is pulled back towards the global model, gradient + μ(w - w̄).
 
-The reported training loss is the data's alone, without the penalty, so that it compares with the other methods'.
+The reported training loss leaves out the penalty, so that it can be compared with that of other methods.
 """
 
 from dataclasses import dataclass, replace

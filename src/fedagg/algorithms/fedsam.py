@@ -1,7 +1,8 @@
 """FedSAM (Qu et al. 2022; Caldarola et al. 2022): clients look for flat minima.
 
-Every step takes the gradient uphill of where the client stands, g(w + ρ g/|g|), on the same batch: two backward passes a step.
-The server takes the plain mean. Checked against FL-Simulator (woodenchild95, `fedsam.py` and `ESAM.py`), whose ρ = 0.1 this is.
+Every step uses the gradient at a point uphill of the client's weights, g(w + ρ g/|g|), on the same batch, so a step takes two
+backward passes. The server takes the plain mean. Checked against FL-Simulator (woodenchild95, `fedsam.py` and `ESAM.py`), which
+also gives ρ = 0.1.
 """
 
 from dataclasses import dataclass, replace

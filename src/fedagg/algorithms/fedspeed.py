@@ -1,8 +1,8 @@
 """FedSpeed (Sun et al. 2023): FedDyn's terms with a gradient that is taken partly uphill.
 
-Local step along (1-α) g(w) + α g(w + ρ g/|g|) - g_i + λ(w - w̄); what clients remember and the server does is FedDyn's. This is
-the authors' code (woodenchild95/FL-Simulator, `client/fedspeed.py`, `server/FedSpeed.py` and `ESAM.py`), with its λ = 0.1, ρ =
-0.1 and α = 1. The server's correction is the mean over all clients there, too.
+The local step is along (1-α) g(w) + α g(w + ρ g/|g|) - g_i + λ(w - w̄). The clients' memory and the server's update are FedDyn's.
+This follows the authors' code (woodenchild95/FL-Simulator, `client/fedspeed.py`, `server/FedSpeed.py` and `ESAM.py`), with its
+λ = 0.1, ρ = 0.1 and α = 1. The server's correction is the mean over all clients there, too.
 """
 
 from dataclasses import dataclass, replace

@@ -1,9 +1,9 @@
 """FedSPS (Mukherjee, Loizou, Stich 2024): clients take stochastic Polyak steps.
 
-η = min(f_B(w)/(c |g|²), γ_b) with f_B the mini-batch's loss, which is taken to be 0 at best. The server takes the plain mean.
-The rule and c = 0.5 were checked against the code of stochastic Polyak steps that the field uses (IssamLaradji/sps, as
-jlylekim/auto-tuned-FL has it for its clients), with a constant bound; γ_b = 1 is the paper's best by its
-public reviews. The paper's smoothed bound is not here.
+η = min(f_B(w)/(c |g|²), γ_b), where f_B is the mini-batch's loss, whose lowest value is assumed to be 0. The server takes the plain
+mean. The rule and c = 0.5 were checked against the usual code for stochastic Polyak steps (IssamLaradji/sps, as
+jlylekim/auto-tuned-FL uses it for its clients), with a constant bound. According to the paper's public reviews, γ_b = 1 is its best
+value. The paper's smoothed bound is not implemented.
 """
 
 from dataclasses import dataclass, replace

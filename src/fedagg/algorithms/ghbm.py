@@ -1,8 +1,8 @@
 """GHBM (Zaccone, Karimireddy, Masone, Ciccone 2024): heavy-ball momentum over the last τ rounds, applied in every local step.
 
-Local step y ← y - η g - (β/K_i) m with m = (w_{t-τ} - w_t)/τ and K_i the steps that the client makes in the round; m = 0 in the
-first τ rounds. With τ = N/n the momentum covers about every client once. The server averages as FedAvg does. Checked against the
-authors' code (RickZack/GHBM, `ghbm_center_server.py` and `ghbm_client.py`): β = 0.9, no Nesterov step.
+The local step is y ← y - η g - (β/K_i) m with m = (w_{t-τ} - w_t)/τ, where K_i is the client's number of steps in the round. In the
+first τ rounds, m = 0. With τ = N/n the momentum covers about every client once. The server averages as FedAvg does. Checked against
+the authors' code (RickZack/GHBM, `ghbm_center_server.py` and `ghbm_client.py`): β = 0.9, no Nesterov step.
 """
 
 from dataclasses import dataclass, replace

@@ -1,8 +1,8 @@
 """FedAgg's guard: a rate that a run finds for itself is sometimes too high. That must cost a round, not the run.
 
-It uses losses that clients report anyway. The loss of a client's first mini-batch is that of the global model. It is also measured
-at the last global model, so that the two can be compared sample by sample. A user's own loss may be negative: then a loss that is
-"k times worse" is divided by k, which brings it nearer to zero.
+It uses losses that clients report anyway. The loss of a client's first mini-batch is measured at the global model, before any step,
+and also at the last global model, so that the two can be compared on the same samples. A user's own loss may be negative: then
+"k times worse" means divided by k, which is closer to zero.
 """
 
 from __future__ import annotations

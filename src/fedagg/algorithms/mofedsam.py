@@ -1,8 +1,8 @@
 """MoFedSAM (Qu et al. 2022): FedSAM's gradient in FedCM's step.
 
-Local step along α g(w + ρ g/|g|) + (1-α) Δ_t with FedCM's Δ_t. Checked against FL-Simulator (woodenchild95, `mofedsam.py`,
-`MoFedSAM.py` and `ESAM.py`), whose α = 0.1 and ρ = 0.1 these are; there Δ_t is divided by the steps of the first client, here
-by each client's own.
+The local step is along α g(w + ρ g/|g|) + (1-α) Δ_t with FedCM's Δ_t. Checked against FL-Simulator (woodenchild95, `mofedsam.py`,
+`MoFedSAM.py` and `ESAM.py`), which also gives α = 0.1 and ρ = 0.1. There Δ_t is divided by the first client's number of steps;
+here, by each client's own.
 """
 
 from dataclasses import dataclass, replace

@@ -1,7 +1,7 @@
 """SCAFFOLD (Karimireddy et al. 2020), option II: control variates take the drift out of every local step.
 
-Local step y ← y - η(g - c_i + c); afterwards c_i⁺ = c_i - c + (x - y_i)/(K η) with K the steps the client really made;
-the server moves by η_g mean_S(y_i - x) and c by (|S|/N) mean_S(c_i⁺ - c_i). The |S|/N is the part that gets lost.
+The local step is y ← y - η(g - c_i + c). Afterwards c_i⁺ = c_i - c + (x - y_i)/(K η), where K is the number of steps the client
+really made. The server moves by η_g mean_S(y_i - x), and c by (|S|/N) mean_S(c_i⁺ - c_i). Implementations often forget the |S|/N.
 """
 
 from dataclasses import dataclass, replace

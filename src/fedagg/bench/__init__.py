@@ -1,1 +1,1 @@
-"""How fast is it here? One job, run by several simulators side by side, each in a process of its own."""
+"""How fast is fedagg on this machine? Several simulators run the same job, each in its own process."""

@@ -1,4 +1,5 @@
-"""Runs the rivals, each in fresh processes and in turns, so that a machine that drifts shows as spread and favours nobody."""
+"""Runs the rivals in turns, each in new processes. If the machine becomes slower or faster meanwhile, the times spread, but no
+rival gains from it."""
 
 from __future__ import annotations
 
@@ -24,25 +25,25 @@ from fedagg.bench.rivals import find
 from fedagg.bench.task import Task
 
 PATIENCE = 3600.0  # seconds for one rival in one pass
-# What would make one rival's process differ from a fresh one of the user's.
+# Variables that would make a rival's process differ from one that the user starts.
 INHERITED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "WORLD_SIZE", "RANK", "LOCAL_RANK")
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 
 @dataclass
 class Timing:
-    """What was seen of one rival, over all passes."""
+    """The measurements of one rival, over all passes."""
 
     rival: str
     about: str
     package: str
     version: str | None
     seconds: list[float] = field(default_factory=list)  # of every timed round
-    startup: list[float] = field(default_factory=list)  # from starting the process to the first round's end, less a round
-    memory: int | None = None  # bytes, at most
+    startup: list[float] = field(default_factory=list)  # from the process's start to the end of the first round, minus one round
+    memory: int | None = None  # bytes, the peak
     device_memory: int | None = None
     note: str | None = None
-    failure: str | None = None  # why there is nothing to see
+    failure: str | None = None  # why there are no measurements
 
     @property
     def median(self) -> float | None:
@@ -58,7 +59,7 @@ class Timing:
 
 
 def bench(task: Task, rivals: Sequence[str], passes: int = 2, told: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Time every rival on the task; a table's worth of plain values. `told` hears what is going on."""
+    """Time every rival on the task and return plain values for a table. `told` is called with lines about the progress."""
     known = {name: find(name) for name in dict.fromkeys(rivals)}
     timings = {name: Timing(rival.name or name, rival.about, rival.package, rival.version) for name, rival in known.items()}
     rate, operations, load = 0.0, 0.0, os.getloadavg()[0] if hasattr(os, "getloadavg") else None
@@ -93,7 +94,7 @@ def rows(timings: Sequence[Timing], operations: float, rate: float) -> list[dict
     medians = {t.rival: t.median for t in timings}
 
     def times(yardstick: str, median: float | None) -> float | None:
-        """How many times as fast as a loop."""
+        """How many times as fast as this loop."""
         slow = medians.get(yardstick)
         return slow / median if slow and median else None
 
@@ -121,16 +122,16 @@ def rows(timings: Sequence[Timing], operations: float, rate: float) -> list[dict
 
 
 class Failed(Exception):
-    """A rival did not come back with a result; the message is one line."""
+    """A rival gave no result; the message is one line."""
 
 
 def launch(rival: str, task: Task) -> dict[str, Any]:
-    """One rival, once, in a new process with a home of its own."""
+    """Run one rival once, in a new process with its own home folder."""
     with tempfile.TemporaryDirectory(prefix="fedagg-bench-", ignore_cleanup_errors=True) as scratch:
         answer = Path(scratch) / "answer.json"
         environment = {key: value for key, value in os.environ.items() if key not in INHERITED}
         environment |= {**QUIET, "FLWR_HOME": str(Path(scratch) / "flower")}
-        if rival.endswith(".py"):  # processes that it starts may want to import it
+        if rival.endswith(".py"):  # the processes it starts may import it
             environment["PYTHONPATH"] = os.pathsep.join(
                 [str(Path(rival).resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
             )
@@ -150,14 +151,14 @@ def launch(rival: str, task: Task) -> dict[str, Any]:
 
 
 def machine(task: Task) -> dict[str, Any]:
-    """What the numbers belong to."""
+    """The machine and versions that the numbers belong to."""
     about = record.environment(torch.device(task.device), "", fedagg.__version__)
     del about["engine"]
     return {**about, "processor": processor(), "date": time.strftime("%Y-%m-%d")}
 
 
 def processor() -> str:
-    """The processor's own name where the system tells it."""
+    """The processor's name, if the system tells it."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

@@ -1,6 +1,6 @@
-"""What a run loses to neighbours: our engine alone, and several processes of it side by side.
+"""How much a run slows down beside other runs: our engine alone, and in several processes at once.
 
-The processes stay for the whole measurement and take turns, so that a machine that others use too is the same for both.
+The processes live for the whole measurement and take turns, so that other load on the machine affects both measurements alike.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from fedagg.bench import measure, ours
 from fedagg.bench.task import Task
 from fedagg.errors import FedaggError
 
-FOREVER = 10**9  # rounds; the processes end when nobody asks for more
+FOREVER = 10**9  # rounds; a process ends when its standard input ends
 
 
 def bench(
     task: Task, runs: int = 2, seconds: float = 5.0, passes: int = 3, told: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
-    """Seconds a round of one run alone and of each of several at once, and how many times as long the second is: a table's worth of
-    plain values, the medians over passes. `told` hears what is going on."""
+    """The seconds that a round takes in one run alone and in each of several runs at once, and the ratio of the two: plain values
+    for a table, medians over the passes. `told` is called with lines about the progress."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     alone: list[float] = []
     beside: list[float] = []
@@ -57,7 +57,7 @@ def bench(
 
 
 class Run:
-    """A process that trains while it is asked to."""
+    """A process that trains when it is asked to."""
 
     def __init__(self, task: Task) -> None:
         command = [sys.executable, "-m", "fedagg.bench.neighbours", json.dumps(asdict(task))]
@@ -85,7 +85,7 @@ class Run:
 
 
 class Turns:
-    """Trains for as long as standard input says, answers with the mean seconds of a round, and waits to be asked again."""
+    """Reads seconds from standard input, trains for that long, answers with the mean seconds of a round, and repeats."""
 
     def __init__(self) -> None:
         self.rounds, self.began, self.until = 0, 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Our engines, by the path that `fedagg.run` takes, without evaluation and record."""
+"""Our engines, called as `fedagg.run` calls them, but without evaluation and records."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedagg.work import ClientOptions
 
 
 def run(engine_name: str, task: Task, tick: Callable[[], None], ready: Callable[[str], None] = lambda note: None) -> str:
-    """Returns what the engine says about itself, which `ready` hears before the first round."""
+    """Run the task. Returns the engine's note; `ready` is called with it before the first round."""
     config = make({"algorithm": "fedavg", "lr": task.lr, "precision": task.precision})
     local = ClientOptions(epochs=task.epochs, batch_size=task.batch_size)
     device, module, (x, y) = torch.device(task.device), task.module(), task.data()

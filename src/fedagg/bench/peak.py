@@ -1,4 +1,4 @@
-"""What the device could do at most: its rate in a large matrix product, and the arithmetic that the task needs."""
+"""The most the device can do: its rate in a large matrix product. Also the number of operations that the task needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedagg.engines.base import set_precision
 
 
 def rate(task: Task, seconds: float = 2.0) -> float:
-    """Operations a second in a large product, the best of many: the others were disturbed."""
+    """Operations per second in a large product: the best of many, because other programs slow some of them down."""
     device = torch.device(task.device)
     cuda = device.type == "cuda"
     set_precision(task.precision)
@@ -31,7 +31,7 @@ def rate(task: Task, seconds: float = 2.0) -> float:
 
 
 def operations(task: Task) -> float:
-    """Multiplications and additions of the products in one round, forward and backward."""
+    """The multiplications and additions in the matrix products of one round, forward and backward."""
     module, batch = task.module().train(), 4
     with FlopCounterMode(display=False) as counter:
         y = torch.zeros(batch, dtype=torch.int64)

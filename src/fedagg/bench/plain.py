@@ -1,4 +1,4 @@
-"""The yardstick: a federated loop as it is written in most research code."""
+"""The reference: a federated loop as most research code has it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def train(model: nn.Module, x: Tensor, y: Tensor, task: Task) -> dict[str, Tenso
 
 
 def batches(x: Tensor, y: Tensor, size: int) -> Iterable[tuple[Tensor, Tensor]]:
-    """A DataLoader on the CPU; on a GPU slices of tensors that are there already, which is the faster habit."""
+    """On the CPU a DataLoader; on a GPU slices of tensors that are already there, which is the faster of the two common ways."""
     if x.device.type == "cpu":
         return DataLoader(TensorDataset(x, y), batch_size=size, shuffle=True)
     order = torch.randperm(len(x), device=x.device).split(size)

@@ -1,4 +1,4 @@
-"""Who takes part: a plain loop and our engines by name, anything else as a Python file."""
+"""The simulators that are compared: plain loops and our engines by name, any other as a Python file."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fedagg.errors import SettingError, first_line, unknown
 
 @dataclass(frozen=True)
 class Rival:
-    """`run` makes the task's rounds, and one more before them to warm up, calls `tick` after each, and may say how."""
+    """A simulator. `run` makes one round to warm up and then the task's rounds, calling `tick` after each. It may return a note."""
 
     about: str
     run: Callable[[Task, Callable[[], None]], str | None]
-    needs: tuple[str, ...] = ()  # modules that have to be there
+    needs: tuple[str, ...] = ()  # modules that must be installed
     package: str = "fedagg"
     name: str = ""
 
@@ -45,8 +45,8 @@ RIVALS = {
 
 
 def find(name: str) -> Rival:
-    """A rival by name, or a Python file with `run(task, tick)`. The file may say what it NEEDS, modules that have to be installed,
-    and the PACKAGE whose version belongs beside its numbers."""
+    """A rival by name, or from a Python file with `run(task, tick)`. The file may define NEEDS, the modules that must be installed,
+    and PACKAGE, the package whose version is recorded with its numbers."""
     if not name.endswith(".py"):
         if name not in RIVALS:
             raise unknown("rivals", name, RIVALS)

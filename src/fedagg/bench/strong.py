@@ -1,8 +1,8 @@
 """The strongest plain loop: what a good engineer writes for one client after the other, with nothing stacked, captured or compiled.
 
-Samples are tensors on the device, put in order by one permutation an epoch; the model is not copied but set back; no optimiser
-object, one foreach update for all weights. Images are in channels-last memory where the network convolves on a CPU, and on a GPU
-cuDNN looks for the fastest kernels and products are tf32.
+Samples are tensors on the device, shuffled by one permutation an epoch. The model is not copied but reset. There is no optimiser
+object: one foreach call updates all weights. On a CPU, images for a convolutional network are in channels-last memory. On a GPU,
+cuDNN looks for the fastest kernels and matrix products are tf32.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run(task: Task, tick: Callable[[], None]) -> None:
 
 
 def train(model: nn.Module, x: Tensor, y: Tensor, task: Task) -> None:
-    """One client, in place."""
+    """Train one client, in place."""
     weights: list[Tensor] = list(model.parameters())
     for _ in range(task.epochs):
         for xs, ys in shuffled(x, y, task.batch_size):
@@ -51,7 +51,7 @@ def train(model: nn.Module, x: Tensor, y: Tensor, task: Task) -> None:
 
 
 def shuffled(x: Tensor, y: Tensor, size: int) -> zip[tuple[Tensor, Tensor]]:
-    """An epoch's batches: all samples gathered once, and then slices."""
+    """The batches of an epoch: all samples are gathered once and then sliced."""
     order = torch.randperm(len(x), device=x.device)
     return zip(x[order].split(size), y[order].split(size), strict=True)
 

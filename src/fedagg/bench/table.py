@@ -1,4 +1,4 @@
-"""A benchmark for people: as a table on the screen, and as a page for the `benchmarks/` folder."""
+"""Shows a benchmark: as a table on the screen, and as a page for the `benchmarks/` folder."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def title(result: dict[str, Any]) -> str:
 
 
 def facts(result: dict[str, Any]) -> list[str]:
-    """The small print: machine, versions, and how the numbers came about."""
+    """The details: the machine, the versions, and how the numbers were measured."""
     m, t = result["machine"], result["task"]
     ours = ("fedagg", "torch")
     versions = {row["package"]: row["version"] for row in result["rows"] if row["package"] not in ours and row["median"]}
@@ -76,7 +76,7 @@ def screen(result: dict[str, Any]) -> Table:
 
 
 def page(result: dict[str, Any]) -> str:
-    """Markdown."""
+    """The result as Markdown."""
     lines = [f"# {title(result)}", "", *(f"- {fact}" for fact in facts(result)), ""]
     lines += ["| " + " | ".join(COLUMNS) + " |", "|---|" + "---:|" * (len(COLUMNS) - 1)]
     lines += ["| " + " | ".join(cells(row)) + " |" for row in result["rows"]]
@@ -84,7 +84,7 @@ def page(result: dict[str, Any]) -> str:
 
 
 def neighbours(result: dict[str, Any]) -> str:
-    """What `neighbours.bench` saw, in words."""
+    """The result of `neighbours.bench`, in words."""
     m, runs = result["machine"], result["runs"]
     spread = "; ".join(f"{one['alone']:.3g} and {one['beside']:.3g}" for one in result["passes"])
     load = "" if m["load_before"] is None else f", load {m['load_before']:.2f} at the start"
@@ -98,8 +98,8 @@ def neighbours(result: dict[str, Any]) -> str:
 
 
 def keep(result: dict[str, Any], folder: Path) -> Path:
-    """Write <date>-<machine>-<model>.json and .md, with the samples of a client where they are not the usual 600; a second
-    run on the same day replaces the first."""
+    """Write <date>-<machine>-<model>.json and .md. The name ends with the samples of a client if they are not the usual 600. A
+    second run on the same day replaces the first."""
     m = result["machine"]
     name = m["device"] if m["device"] != "cpu" else f"{m['cores']}-core-{m['processor'].rpartition('(')[2]}"
     stem = f"{m['date']}-{re.sub('[^a-z0-9_]+', '-', name.lower()).strip('-')}-{result['task']['model']}"

@@ -12,18 +12,18 @@ from fedagg import models, seeding
 
 CLASSES = 10
 SMALL = ("linear", "mlp", "mnist-cnn", "lenet5")  # timed on 1×28×28, the others on 3×32×32
-TEXT = ("char-lstm", "char-transformer")  # timed on rows of 80 characters, as those of Shakespeare's plays
+TEXT = ("char-lstm", "char-transformer")  # timed on rows of 80 characters, like those of Shakespeare's plays
 VOCABULARY = 80
 
 
 @dataclass(frozen=True)
 class Task:
-    """A plain description, so that it can travel to another process as JSON."""
+    """A plain description, so that it can be sent to another process as JSON."""
 
     model: str = "linear"
     clients: int = 100
     participation: float = 0.2
-    rounds: int = 5  # timed ones, after one to warm up
+    rounds: int = 5  # that are timed, after one to warm up
     samples: int = 600  # of every client
     epochs: int = 3
     batch_size: int = 32
@@ -50,7 +50,7 @@ class Task:
         return models.build(self.model, self.shape, self.classes, seed=seeding.derive(self.seed, "model"))
 
     def client(self, client: int) -> tuple[Tensor, Tensor]:
-        """One client's samples, always the same: rivals that run clients in other processes make them there."""
+        """One client's samples, the same in every call: rivals that run clients in other processes make them there."""
         generator = seeding.torch_generator(self.seed, "bench", client)
         size = (self.samples, *self.shape)
         tokens = self.model in TEXT
@@ -59,7 +59,7 @@ class Task:
 
     @functools.lru_cache(maxsize=1)  # noqa: B019  a task lives as long as its process
     def data(self) -> tuple[Tensor, Tensor]:
-        """All clients' samples one after another, client i's from i·samples on."""
+        """The samples of all clients in a row; those of client i start at i·samples."""
         x, y = zip(*map(self.client, range(self.clients)), strict=True)
         return torch.cat(x), torch.cat(y)
 

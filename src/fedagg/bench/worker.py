@@ -1,4 +1,4 @@
-"""One rival in a process of its own: `python -m fedagg.bench.worker ORDER ANSWER`, both JSON, the second a file."""
+"""Runs one rival in its own process: `python -m fedagg.bench.worker ORDER ANSWER`. ORDER is JSON, ANSWER the JSON file to write."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main(order: dict[str, Any], answer: Path) -> None:
     def tick() -> None:
         peak.settle(device)
         ends.append(time.time())
-        if len(ends) == task.rounds + 1:  # now, since helping processes are gone when the rival is done
+        if len(ends) == task.rounds + 1:  # now: the processes that the rival started are gone when it returns
             memory["resident"] = resident()
 
     note = run(task, tick)
@@ -52,7 +52,7 @@ def main(order: dict[str, Any], answer: Path) -> None:
 
 
 def resident() -> int | None:
-    """The most memory this process and those it started have held, in bytes: the sum of each one's own peak."""
+    """The peak memory of this process and of those it started, in bytes: the sum of their separate peaks."""
     if Path("/proc/self/status").exists():
         return 1024 * sum(status(pid).get("VmHWM", 0) for pid in family())
     try:
@@ -64,7 +64,7 @@ def resident() -> int | None:
 
 
 def family() -> set[int]:
-    """This process and all below it."""
+    """This process and its descendants."""
     parents = {int(p.name): status(int(p.name)).get("PPid", 0) for p in Path("/proc").iterdir() if p.name.isdigit()}
     found = {os.getpid()}
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
@@ -73,7 +73,7 @@ def family() -> set[int]:
 
 
 def status(pid: int) -> dict[str, int]:
-    """The whole numbers in a process's status."""
+    """The integers in a process's status."""
     numbers = {}
     with contextlib.suppress(OSError):  # it may have ended by now
         for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():

@@ -1,4 +1,4 @@
-"""The paper's analysis, computed: its bounds, its constants, its fixed point, and how unlike the clients are."""
+"""The paper's analysis in numbers: its bounds, its constants, its fixed point, and how much the clients differ."""
 
 from __future__ import annotations
 

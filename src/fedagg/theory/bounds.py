@@ -1,20 +1,21 @@
 r"""The paper's analysis as functions of its constants: Propositions 2 to 5 and Theorems 3 to 5.
 
-Every function returns a `Bound`: a number, or the reason why the result says nothing for these constants. The plain
-call gives the statement that can be proved (derived in docs/theory.md, checked on random federations in the tests);
-``as_printed=True`` gives the paper's own formula, kept for comparison, slips included.
+Every function returns a `Bound`: a number, or the reason why the result says nothing for these constants. By default it
+is the statement that can be proved (derived in docs/theory.md and checked on random federations in the tests).
+``as_printed=True`` gives the paper's own formula for comparison, including its mistakes.
 
-All of it is about rounds in which client i starts at $\bar w$ and makes L steps
+Everything here is about rounds in which client i starts at $\bar w$ and makes L steps
 
 $$w_{i,k+1} = w_{i,k} - \eta_{i,k}\, d_{i,k}, \qquad \bar w^+ = \textstyle\sum_i \theta_i w_{i,L},$$
 
 along $d_{i,k} = \phi_{1,k} = \frac1N\sum_j \nabla F_j(w_{j,k})$ (Eq. 9), along the client's own $\nabla F_i(w_{i,k})$
-(Algorithm 2), or along a mix of the two. The whole analysis rests on one splitting of the round's step,
+(Algorithm 2), or along a mix of the two. The whole analysis is based on one way to split the step of a round,
 
 $$\bar w - \bar w^+ = s\,\nabla F(\bar w) + e, \qquad
 s = \textstyle\sum_{i,k}\theta_i\eta_{i,k} \in [L\delta_l, L\delta_h], \qquad \|e\| \le E,$$
 
-with E from `step_error`. Gradients are full gradients, as in the paper's proofs: sampling noise is not in these bounds.
+with E from `step_error`. Gradients are full gradients, as in the paper's proofs: these bounds do not include sampling
+noise.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ from fedagg.meanfield import weight_ratio
 
 @dataclass(frozen=True)
 class Bound:
-    """What a result says: a finite number, or in words why it says nothing here. Never both, never neither."""
+    """What a result says: either a finite number, or the reason why it says nothing here. Never both, never neither."""
 
     value: float | None
     reason: str = ""
 
     @property
     def applies(self) -> bool:
-        """Whether there is a number."""
+        """Is there a number?"""
         return self.value is not None
 
     @staticmethod
     def of(value: float) -> Bound:
-        """A number, unless it overflowed."""
+        """A bound with this number, unless the number overflowed."""
         return Bound(value) if math.isfinite(value) else Bound.none(f"comes out as {value}: constants too large")
 
     @staticmethod
     def none(reason: str) -> Bound:
-        """No number, and why."""
+        """A bound without a number, and the reason."""
         return Bound(None, reason)
 
     def __str__(self) -> str:
@@ -54,7 +55,7 @@ class Bound:
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """The constants of the paper's assumptions. What is not known stays None, and the bounds that need it say so.
+    """The constants of the paper's assumptions. An unknown one is None, and the bounds that need it say so.
 
     Attributes:
         L: local steps per round. The paper's epochs are one full-gradient step each; with S mini-batch steps an epoch,
@@ -63,17 +64,17 @@ class Constants:
         delta_l: the smallest rate used (it can be negative: Theorem 1 does not rule that out).
         delta_h: the largest rate used, in absolute value.
         beta: smoothness of every client's loss (Assumption 1).
-        P: bound on every client's gradient norm, where the clients go (Assumption 2) and at w*.
+        P: bound on the norm of every client's gradient, on the clients' paths (Assumption 2) and at w*.
         Q: bound on the norm of every client's parameters (Assumption 5).
         U: bound on |w_{i,l} - φ2_k| for k > l. The paper defines it with k = l, but its proof needs this.
         alpha: the weight of Eq. (10).
         mu: the Polyak-Łojasiewicz constant of the global loss (Lemma 1).
         psi: the strong convexity or quadratic growth constant of the global loss (Assumption 3).
-        g_norm: the norm of the subgradient of Assumption 4; only the printed non-convex bound has a use for it.
-        imbalance: Σ_i |θ_i - 1/N|, zero when all clients have equally many samples.
-        local: how much of a step follows the client's own gradient: 0 is Eq. (9), 1 is Algorithm 2.
-        probed: whether φ1 was found by a pass along the clients' own gradients from the same w̄, at rates of δ_h at
-            most (Algorithm 1), rather than at the places where the clients are (Eq. 9).
+        g_norm: the norm of the subgradient of Assumption 4; only the printed non-convex bound uses it.
+        imbalance: Σ_i |θ_i - 1/N|, zero if all clients have the same number of samples.
+        local: the share of a step that follows the client's own gradient: 0 is Eq. (9), 1 is Algorithm 2.
+        probed: True if φ1 comes from a pass along the clients' own gradients from the same w̄, at rates of at most δ_h
+            (Algorithm 1); False if it comes from the clients' current positions (Eq. 9).
     """
 
     L: int
@@ -106,17 +107,17 @@ class Constants:
             raise SettingError("local", self.local, "must be between 0 (Eq. 9) and 1 (Algorithm 2)")
 
     def lacks(self, *names: str) -> str:
-        """Why a bound that needs these constants does not apply; empty when it has them all."""
+        """Why a bound that needs these constants does not apply; empty if all of them are known."""
         missing = [name for name in names if getattr(self, name) is None]
         return f"{', '.join(missing)} not known" if missing else ""
 
     def get(self, *names: str) -> list[float]:
-        """The values of constants that `lacks` found to be there."""
+        """The values of constants that are known; check with `lacks` first."""
         return [float(getattr(self, name)) for name in names]
 
     @property
     def deviation(self) -> float | None:
-        """U where it is known, else 2Q, which bounds it: |w - φ2| ≤ |w| + |φ2| ≤ 2Q (Appendix C, first lemma)."""
+        """U if it is known, otherwise 2Q, which bounds it: |w - φ2| ≤ |w| + |φ2| ≤ 2Q (Appendix C, first lemma)."""
         return self.U if self.U is not None else None if self.Q is None else 2.0 * self.Q
 
 
@@ -143,9 +144,9 @@ def learning_rate(c: Constants, epoch: int, *, as_printed: bool = False, next_ra
     which is at most $\frac12 U\sqrt{cm}$ whatever P is, and is attained for m = 1. Neither "η > 0" nor "δ < 1" follows:
     the second needs $U\sqrt{cm} < 2$ or a small P.
 
-    As printed (Appendix C), only l = L-1 and l = L-2 have a formula, the second in terms of `next_rate`, η at L-1 (its
-    own δ if not given). The first puts P² for |φ1|² into a denominator; the second is the square of a difference and
-    can be zero. Both can be exceeded.
+    As printed (Appendix C), only l = L-1 and l = L-2 have a formula. The second uses `next_rate`, η at L-1 (by default its
+    own δ). The first replaces |φ1|² by P² in a denominator. The second is the square of a difference and can be zero.
+    Rates can exceed both.
     """
     if reason := c.lacks("P", "alpha") or ("" if c.deviation is not None else "U not known, nor Q, which gives U ≤ 2Q"):
         return Bound.none(reason)
@@ -170,7 +171,7 @@ def learning_rate(c: Constants, epoch: int, *, as_printed: bool = False, next_ra
 def client_drift(c: Constants, epoch: int | None = None, *, as_printed: bool = False) -> Bound:
     r"""Proposition 4 (bounded drift): $\|w_{i,l} - \bar w\| \le l P \delta_h$, at most the printed $L P \delta_h$.
 
-    True for Eq. (9), for Algorithm 2 and for any mix: every step is at most $P\delta_h$ long.
+    This is true for Eq. (9), for Algorithm 2 and for any mix: every step is at most $P\delta_h$ long.
     """
     if reason := c.lacks("P"):
         return Bound.none(reason)
@@ -179,12 +180,12 @@ def client_drift(c: Constants, epoch: int | None = None, *, as_printed: bool = F
 
 
 def mean_field_contraction(c: Constants, *, as_printed: bool = False) -> Bound:
-    r"""Proposition 2: what a pass of Algorithm 1 leaves of the rates, a share $x/(1+x)$ with $x = cP^2\kappa_L^2$.
+    r"""Proposition 2: the share of the rates that a pass of Algorithm 1 leaves, $x/(1+x)$ with $x = cP^2\kappa_L^2$.
 
-    They then go to zero: the only fixed point is the one where nobody moves (`fedagg.theory.fixed_point`).
+    So the rates go to zero: the only fixed point is the one where no client moves (`fedagg.theory.fixed_point`).
 
     As printed, $\sqrt{(\beta^2+1)\delta_h/N}$ "selected to be below 1": the factor $\delta_h/N$ enters the proof
-    without a reason, and with it more clients or smaller rates would speed Algorithm 1 up. They do not.
+    without a reason. With it, more clients or smaller rates would make Algorithm 1 faster. They do not.
     """
     if as_printed:
         if reason := c.lacks("beta"):
@@ -204,13 +205,13 @@ def mean_field_contraction(c: Constants, *, as_printed: bool = False) -> Bound:
 
 
 def step_bias(c: Constants) -> Bound:
-    r"""The part of E that is there even without drift.
+    r"""The part of E that remains without drift.
 
     $$B = LP\,\big[\lambda\,\tfrac{\delta_h-\delta_l}2 + (1-\lambda)\,\omega\,\delta_h\big].$$
 
-    Along their own gradients (λ = 1, Algorithm 2) clients with different rates weigh the objectives differently.
-    Along the aggregated gradient (λ = 0, Eq. 9) all count the same, where F weighs them by θ; ω is
-    `Constants.imbalance`. The paper has neither term: its proofs hold for equal sizes and Eq. (9) only.
+    Along their own gradients (λ = 1, Algorithm 2), clients with different rates weigh the objectives differently.
+    Along the aggregated gradient (λ = 0, Eq. 9), all clients count the same, but F weighs them by θ; ω is
+    `Constants.imbalance`. The paper has neither term: its proofs hold only for equal sizes and Eq. (9).
     """
     if reason := c.lacks("P"):
         return Bound.none(reason)
@@ -219,9 +220,9 @@ def step_bias(c: Constants) -> Bound:
 
 
 def step_error(c: Constants) -> Bound:
-    r"""$E = \frac{L(L-1)}2\,\beta P\delta_h^2 + B$: how far a round's step is from one of gradient descent on F.
+    r"""$E = \frac{L(L-1)}2\,\beta P\delta_h^2 + B$: how far the step of a round is from a step of gradient descent on F.
 
-    The first part is what the clients' drift does to their gradients, β·kPδ_h at step k; B is `step_bias`.
+    The first part is the effect of the clients' drift on their gradients, β·kPδ_h at step k. B is `step_bias`.
     """
     if reason := c.lacks("beta", "P"):
         return Bound.none(reason)
@@ -237,9 +238,9 @@ def relative_error(c: Constants) -> Bound:
 
     $$\rho = \delta_h\textstyle\sum_{k<L}\,[(1+\beta\delta_h)^k - 1].$$
 
-    There $\phi_{1,0} = \nabla F(\bar w)$: where F is stationary nobody moves, and the error goes to zero with the
-    gradient. That is why the error floors of Theorems 3 to 5 are not there for Eq. (9). A φ1 that was probed along the
-    clients' own gradients has no such property: they move apart even where F is stationary.
+    Here $\phi_{1,0} = \nabla F(\bar w)$: where F is stationary, no client moves, and the error goes to zero with the
+    gradient. That is why Eq. (9) does not have the error floors of Theorems 3 to 5. This is not true of a φ1 that was
+    probed along the clients' own gradients: there, clients move apart even where F is stationary.
     """
     if reason := c.lacks("beta"):
         return Bound.none(reason)
@@ -262,8 +263,8 @@ def one_round_progress(c: Constants, grad_norm: float, *, as_printed: bool = Fal
     $$f(s) = -s\,(1-\tfrac{\beta s}{2})\,\|\nabla F\|^2 + |1-\beta s|\,E\,\|\nabla F\| + \tfrac\beta2 E^2.$$
 
     As printed: $(\beta L^2\delta_h^2 - L\delta_l)\|\nabla F\|^2 + L^2P^2\beta\delta_l\delta_h +
-    \beta^2L^4NP^2\delta_h^4$. It is wrong for unequal client sizes and for Algorithm 2; its last term has β² where β³
-    belongs; rates are replaced by δ_l or δ_h in terms of unknown sign.
+    \beta^2L^4NP^2\delta_h^4$. It is wrong for unequal client sizes and for Algorithm 2. Its last term has β² and
+    should have β³. Rates are replaced by δ_l or δ_h in terms whose sign is unknown.
     """
     if reason := c.lacks("beta", "P"):
         return Bound.none(reason)
@@ -289,8 +290,9 @@ def one_round_progress(c: Constants, grad_norm: float, *, as_printed: bool = Fal
 def convergence_rate(c: Constants, T: int, gap: float, *, as_printed: bool = False) -> Bound:
     r"""Theorem 4: $F(\bar w^T) - F^* \le q^T (F(\bar w^0) - F^*) + b\sum_{k=0}^{T-1} q^k$ with $q = 1 - 2\mu a$.
 
-    For each (a, b) of `descents`; the smallest is returned. As printed,
-    $q = 1 + 2\mu(\beta L^2\delta_h^2 - L\delta_l)$ and the sum starts at k = 1: after one round the error is forgotten.
+    This holds for each (a, b) of `descents`; the smallest bound is returned. As printed,
+    $q = 1 + 2\mu(\beta L^2\delta_h^2 - L\delta_l)$ and the sum starts at k = 1, so that the error of the last round is
+    missing.
 
     Args:
         T: rounds.
@@ -317,8 +319,8 @@ def convergence_rate(c: Constants, T: int, gap: float, *, as_printed: bool = Fal
 def convergence_error(c: Constants, T: int, gap: float, *, as_printed: bool = False) -> Bound:
     r"""Theorem 5: $\frac1T\sum_{t<T}\|\nabla F(\bar w^t)\|^2 \le \frac{F(\bar w^0) - F^*}{aT} + \frac ba$.
 
-    For each (a, b) of `descents`; the smallest is returned. No convexity is used. The printed proof ends on "F(w*) >
-    F(w^T)"; it needs, and has, the opposite.
+    This holds for each (a, b) of `descents`; the smallest bound is returned. It does not use convexity. The printed proof
+    ends with "F(w*) > F(w^T)"; it needs the opposite, which is true.
     """
     if reason := c.lacks("beta", "P"):
         return Bound.none(reason)
@@ -341,8 +343,8 @@ def descents(c: Constants) -> list[tuple[float, float]]:
 
     With $a_0 = \min_s s(1-\beta s/2)$ and $r = \max_s|1-\beta s|$ over $s \in \{L\delta_l, L\delta_h\}$, the cross term
     $rE\|\nabla F\|$ is bounded by $rEP$, or by $\frac{a_0}2\|\nabla F\|^2 + \frac{r^2E^2}{2a_0}$, or, where
-    `relative_error` applies, by $r\rho\|\nabla F\|^2$. Which is best depends on the constants, so all are kept. Empty
-    unless $\delta_l > 0$ and $\beta L\delta_h < 2$.
+    `relative_error` applies, by $r\rho\|\nabla F\|^2$. Which one is best depends on the constants, so all are returned. The
+    list is empty unless $\delta_l > 0$ and $\beta L\delta_h < 2$.
     """
     if c.lacks("beta", "P"):
         return []
@@ -367,7 +369,7 @@ def descents(c: Constants) -> list[tuple[float, float]]:
 def field_convergence(c: Constants, T: int, gap: float, *, most: float | None = None, spread: float | None = None) -> Bound:
     r"""FedAgg's default: $\frac1T\sum_{t<T}\|\nabla F(\bar w^t)\|^2$, for clients that mix in the mean step of the last round.
 
-    Clients step along $\lambda_t\nabla F_i + (1-\lambda_t)\phi_t$ with $\phi_0$ out of use ($\lambda_0 = 1$) and
+    Clients step along $\lambda_t\nabla F_i + (1-\lambda_t)\phi_t$ with $\phi_0$ unused ($\lambda_0 = 1$) and
     $\phi_{t+1} = \frac1N\sum_i$ of their mean steps. With $\lambda \le \lambda_t$, $\gamma_l = L\delta_l$,
     $\gamma_h = L\delta_h$ and
     $\frac{\gamma_h}{\gamma_l}\,2\,\big(\tfrac{1-\lambda}\lambda\beta\gamma_h\big)^2 \le 1 - \beta\gamma_h$ it is at most
@@ -377,11 +379,11 @@ def field_convergence(c: Constants, T: int, gap: float, *, most: float | None = 
     b = P\big[\tfrac{L-1}2\beta\delta_h(1+\varsigma) + \tfrac\varsigma2\big], \quad f = P\,(\omega + \tfrac\varsigma2).$$
 
     Args:
-        c: with `local` for λ, the smallest own share of a round.
+        c: the constants; `local` is λ, the smallest own share of any round.
         T: rounds.
         gap: F(w̄⁰) - F*.
-        most: λ̂, the largest own share after the first round; λ if not given.
-        spread: ς, the largest $\delta_h/\delta_l - 1$ within a round; that of all rounds if not given.
+        most: λ̂, the largest own share after the first round; by default λ.
+        spread: ς, the largest $\delta_h/\delta_l - 1$ within a round; by default that of all rounds.
     """
     if reason := c.lacks("beta", "P"):
         return Bound.none(reason)
@@ -412,8 +414,8 @@ def optimality_gap_convex(c: Constants, T: int, distance2: float, *, as_printed:
 
     $$D_{t+1}^2 \le (1 - L\delta_l\psi)D_t^2 + 2B D_t + P^2L^2\delta_h^2 + \beta P^2\delta_h^3\tfrac{(L-1)L(2L-1)}{6}.$$
 
-    As printed the factor is $1 - \delta_hL\psi/N$: with δ_h, though the inner product it multiplies is bounded from
-    below, so that δ_l is what can be used, and with an N that belongs to a dropped sum.
+    As printed, the factor is $1 - \delta_hL\psi/N$. It has δ_h, but the inner product that it multiplies is bounded from
+    below, so only δ_l can be used. Its N belongs to a sum that was dropped.
 
     Args:
         T: rounds.
@@ -445,9 +447,9 @@ def optimality_gap_convex(c: Constants, T: int, distance2: float, *, as_printed:
 def optimality_gap_contraction(c: Constants, T: int, distance2: float) -> Bound:
     r"""A sharper Theorem 3, for a strongly convex F and clients of any kind: $D_{t+1} \le q D_t + E$.
 
-    Returned is the square of what T rounds make of it. $q = \max(|1-s\psi|, |1-s\beta|)$ over $s \in \{L\delta_l,
-    L\delta_h\}$ is what a gradient step does to the distance. Where `relative_error` applies, $D_{t+1} \le (q +
-    \beta\rho) D_t$ holds too, without a floor. Needs δ_l > 0, β L δ_h < 2.
+    The function returns the square of the bound after T rounds. $q = \max(|1-s\psi|, |1-s\beta|)$ over $s \in \{L\delta_l,
+    L\delta_h\}$ is the factor by which a gradient step shrinks the distance. Where `relative_error` applies, $D_{t+1} \le
+    (q + \beta\rho) D_t$ also holds, without a floor. This needs δ_l > 0 and β L δ_h < 2.
     """
     if reason := c.lacks("beta", "P", "psi") or _inconsistent(c, "psi"):
         return Bound.none(reason)
@@ -469,9 +471,9 @@ def optimality_gap_contraction(c: Constants, T: int, distance2: float) -> Bound:
 def optimality_gap_nonconvex(c: Constants, T: int, distance2: float, *, as_printed: bool = False) -> Bound:
     r"""Theorem 3, second part, without convexity: $\|\bar w^T - w^*\|^2 \le (\|\bar w^0 - w^*\| + TLP\delta_h)^2$.
 
-    That is the paper's last lemma of Appendix E, squared. The printed bound takes Assumption 4: one g with
+    This is the square of the last lemma of the paper's Appendix E. The printed bound uses Assumption 4: one g with
     $F(w) - F(w') \ge g^\top(w - w')$ for all pairs. Exchanging w and w' turns it into an equality, so F is affine. Its
-    proof also uses convex clients, and |w̄⁰ - w*|² for |w̄⁰ - w*|.
+    proof also assumes convex clients, and uses |w̄⁰ - w*|² in place of |w̄⁰ - w*|.
     """
     if reason := c.lacks("P"):
         return Bound.none(reason)
@@ -507,6 +509,6 @@ def _descent_condition(c: Constants, beta: float) -> str:
 
 
 def _inconsistent(c: Constants, name: str) -> str:
-    """No β-smooth loss has μ or ψ above β, but an estimate of them can be."""
+    """Why these constants contradict each other: no β-smooth loss has μ or ψ above β, but an estimate can be."""
     value, beta = c.get(name, "beta")
     return f"{name} = {value:.6g} is above beta = {beta:.6g}: no loss has that" if value > beta * (1 + 1e-9) else ""

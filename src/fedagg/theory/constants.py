@@ -1,9 +1,9 @@
 r"""The constants of the paper's assumptions, from losses, gradients and trajectories.
 
-Most of them are defined over all of parameter space and can only be measured where somebody looked. Which way each
-estimate errs is in its docstring: a β seen on a path is at most the true one, a μ seen on a path is at least the true
-one. Multinomial logistic regression (the paper's MNIST-Linear) is the case where more can be had: w* by a full solve,
-with a certificate, and bounds on ψ that hold. See `solve_softmax`.
+Most of them are defined over the whole parameter space, but can only be measured at some points. Each docstring says in
+which direction the estimate errs: a β measured on a path is at most the true one, a μ measured on a path is at least the
+true one. More is possible for multinomial logistic regression (the paper's MNIST-Linear): w* by a full solve, with a
+certificate, and bounds on ψ that hold. See `solve_softmax`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ except ModuleNotFoundError as error:
     raise MissingError(__name__, str(error.name), "analysis") from None
 
 _Array = npt.NDArray[np.float64]
-_ROUNDING = 8.0 * float(np.finfo(np.float64).eps)  # what a sum of well-scaled terms may be off by, relatively
+_ROUNDING = 8.0 * float(np.finfo(np.float64).eps)  # the relative error that a sum of well-scaled terms may have
 
 
 def smoothness(
@@ -40,8 +40,8 @@ def smoothness(
 
     Args:
         loss_fn: the loss as a function of the flat parameters, twice differentiable.
-        w: where to look, (d,).
-        generator: for the first direction, on the CPU.
+        w: the point, (d,).
+        generator: draws the first direction, on the CPU.
     """
     at = w.detach().clone().requires_grad_(True)
     (gradient,) = torch.autograd.grad(loss_fn(at), at, create_graph=True)
@@ -61,8 +61,7 @@ def smoothness(
 def secant_smoothness(ws: Tensor, gs: Tensor) -> float:
     r"""β along a path: $\max_k \|g_{k+1} - g_k\| / \|w_{k+1} - w_k\|$ for gradients gs (K, d) at points ws (K, d).
 
-    Costs nothing where a run's gradients are at hand, and never exceeds the true β. Points that did not move are
-    skipped.
+    It costs nothing if a run's gradients are known, and never exceeds the true β. Points that did not move are skipped.
     """
     if ws.shape != gs.shape or len(ws) < 2:
         raise SettingError("gs", tuple(gs.shape), f"give a gradient for each of ws {tuple(ws.shape)}, two at least")
@@ -75,8 +74,8 @@ def secant_smoothness(ws: Tensor, gs: Tensor) -> float:
 def gradient_domination(grad_norms: Sequence[float], losses: Sequence[float], best: float) -> Bound:
     r"""μ along a run: the smallest $\frac12\|\nabla F(w_t)\|^2 / (F(w_t) - F^*)$ (Lemma 1, Polyak-Łojasiewicz).
 
-    No smaller than the true μ, which is over all w; and larger still when `best` is only the lowest loss seen. (The
-    paper has the inequality "for any μ > 0": it holds for one μ and those below it.)
+    It is at least the true μ, which is the smallest over all w, and larger still if `best` is only the lowest loss seen.
+    (The paper states the inequality "for any μ > 0"; it holds for one μ and all smaller ones.)
     """
     ratios = [0.5 * g * g / (f - best) for g, f in zip(grad_norms, losses, strict=True) if f > best]
     return Bound.of(min(ratios)) if ratios else Bound.none("no loss is above the best one: nothing to divide by")
@@ -94,21 +93,22 @@ def quadratic_growth(losses: Sequence[float], best: float, distances2: Sequence[
 class SoftmaxSolution:
     r"""The minimiser of (regularised) softmax regression, and what is known about it.
 
-    Without regularisation the loss does not change when all classes' weights shift alike, nor along directions no
-    feature points in: w* is unique only in what is left, the identifiable subspace. Gradient descent never leaves
-    $w^0$ + that subspace, so the w* of a run is `nearest(w0)`.
+    Without regularisation, the loss does not change if the weights of all classes shift by the same amount, nor along
+    directions in which no feature points. So w* is unique only in the rest, the identifiable subspace. Gradient descent
+    never leaves $w^0$ + that subspace, so the w* of a run is `nearest(w0)`.
 
     Attributes:
-        weights: the minimiser of smallest norm, (classes, features [+ 1 for the bias, last]).
+        weights: the minimiser with the smallest norm, (classes, features [+ 1 for the bias, last]).
         loss: F there.
-        gradient_norm: |∇F| there, as far as float64 went.
-        curvature: the smallest eigenvalue of the Hessian there, on the identifiable subspace, less what rounding can
-            add to it; None if the Hessian was too large to compute.
-        self_concordance: R with $|g'''| \le R\,g''$ for $g(t) = F(w + tu)$, |u| = 1: √2 times the longest sample.
-        radius: how far the true minimiser can be from `weights` at most; None if no minimiser could be certified.
+        gradient_norm: |∇F| there, as small as float64 allows.
+        curvature: the smallest eigenvalue of the Hessian there, on the identifiable subspace, minus what rounding
+            can add to it; None if the Hessian is too large to compute.
+        self_concordance: R with $|g'''| \le R\,g''$ for $g(t) = F(w + tu)$, |u| = 1: √2 times the norm of the longest
+            sample.
+        radius: the largest possible distance of the true minimiser from `weights`; None if no minimiser is certified.
         reason: why `radius` is None; empty otherwise.
-        projector: onto the row space of the features, (features [+ 1], same).
-        l2: the regularisation, which is a strong convexity constant that holds everywhere.
+        projector: onto the row space of the features, square, (features [+ 1], features [+ 1]).
+        l2: the regularisation, which is a strong convexity constant everywhere.
     """
 
     weights: Tensor
@@ -122,34 +122,35 @@ class SoftmaxSolution:
     l2: float
 
     def nearest(self, w: Tensor) -> Tensor:
-        """The minimiser that gradient descent from w heads for: what of w is not identifiable stays as it is."""
+        """The minimiser that gradient descent from w approaches: the part of w that is not identifiable does not change."""
         if self.l2 > 0.0:
             return self.weights
         w = w.double()
         return self.weights + w - (w - w.mean(0)) @ self.projector
 
     def strong_convexity(self, distance: float) -> Bound:
-        r"""ψ on the ball of that radius around w*: $\max(\text{l2}, \lambda_{\min} e^{-R\,\text{distance}})$.
+        r"""ψ on the ball with this radius around w*: $\max(\text{l2}, \lambda_{\min} e^{-R\,\text{distance}})$.
 
-        Curvature falls at most by $e^{-Rt}$ over a distance t, and no better: softmax regression without
-        regularisation is strongly convex on no unbounded set. On the identifiable subspace.
+        Over a distance t, curvature falls by a factor of $e^{-Rt}$ at most. No better bound is possible: without
+        regularisation, softmax regression is strongly convex on no unbounded set. All of this is on the identifiable
+        subspace.
         """
         return self._scaled(distance, lambda x: math.exp(-x))
 
     def quadratic_growth(self, distance: float) -> Bound:
         r"""ψ of Assumption 3 as printed, on the same ball: $\lambda_{\min}\,2(e^{-x} - 1 + x)/x^2$ with x = R·distance.
 
-        Quadratic growth is weaker than strong convexity and fades like 1/x only: enough for `optimality_gap_convex`.
+        Quadratic growth is weaker than strong convexity and fades only like 1/x. It is enough for `optimality_gap_convex`.
         """
         return self._scaled(distance, lambda x: 2.0 * (math.expm1(-x) + x) / (x * x) if x > 1e-4 else 1.0 - x / 3.0)
 
     def _scaled(self, distance: float, share: Callable[[float], float]) -> Bound:
-        """That share of the curvature at w*, and no less than l2, which holds everywhere."""
+        """This share of the curvature at w*, but at least l2, which holds everywhere."""
         if self.radius is None:
             return Bound.none(self.reason)
         if self.curvature is None:
             return Bound.of(self.l2)
-        # `curvature` was measured up to `radius` away from w*, and falls by e^-R·radius at most on the way.
+        # `curvature` is measured at most `radius` away from w*; on the way it falls by a factor of e^(-R·radius) at most.
         at_best = self.curvature * math.exp(-self.self_concordance * self.radius)
         return Bound.of(max(at_best * share(self.self_concordance * distance), self.l2))
 
@@ -163,20 +164,20 @@ def solve_softmax(
     iterations: int = 2000,
     dense_limit: int = 8000,
 ) -> SoftmaxSolution:
-    r"""w* of multinomial logistic regression: mean cross-entropy + l2/2 |w|², solved in float64, and certified.
+    r"""w* of multinomial logistic regression: mean cross-entropy + l2/2 |w|², solved in float64 and certified.
 
     The problem is written in an orthonormal basis of the identifiable subspace (class contrasts × row space of the
-    features), where the Hessian is regular; L-BFGS finds the region and Newton-CG polishes. Then, with λ the smallest
-    eigenvalue of the Hessian there and R the self-concordance constant, $R\|\nabla F\| < \lambda$ proves that a
-    minimiser exists, no further away than $-\ln(1 - R\|\nabla F\|/\lambda)/R$. Where classes can be separated there
-    is none, and the solution says so.
+    features), where the Hessian is regular. L-BFGS finds the region and Newton-CG refines the result. Let λ be the
+    smallest eigenvalue of the Hessian there and R the self-concordance constant. Then $R\|\nabla F\| < \lambda$ proves
+    that a minimiser exists, at most $-\ln(1 - R\|\nabla F\|/\lambda)/R$ away. If the classes can be separated, there is
+    none, and the solution says so.
 
     Args:
         features: (n, ...), flattened per sample.
         labels: (n,), from 0 to classes - 1.
         l2: weight decay on everything, bias included, as torch's optimisers do it.
-        iterations: at most so many of L-BFGS.
-        dense_limit: up to this dimension λ is computed from the full Hessian; above, only l2 bounds it.
+        iterations: the most iterations of L-BFGS.
+        dense_limit: up to this dimension, λ is computed from the full Hessian; above it, only l2 bounds λ.
     """
     problem = _Softmax(features, labels, classes, l2, bias)
     found = scipy.optimize.minimize(
@@ -216,7 +217,7 @@ def solve_softmax(
 
 
 def _polish(problem: _Softmax, v: _Array, steps: int = 20) -> _Array:
-    """Newton-CG without a line search, while the gradient falls: near w* the loss no longer tells points apart."""
+    """Newton-CG without a line search, as long as the gradient shrinks: near w* the loss cannot tell points apart."""
     _, gradient = problem.value_and_gradient(v)
     shape = (problem.dimension, problem.dimension)
     for _ in range(steps):
@@ -285,7 +286,7 @@ class _Softmax:
         return np.asarray(product.flatten().cpu().numpy())
 
     def hessian(self, v: _Array) -> Tensor:
-        """The full Hessian of the loss without l2, block by block of class contrasts."""
+        """The full Hessian of the loss without l2, computed in blocks of class contrasts."""
         p = self._logits(v).softmax(1)
         mean = p @ self.contrasts.T
         rows, width = self.shape
@@ -299,7 +300,7 @@ class _Softmax:
         return full
 
     def curvature(self, v: _Array) -> float:
-        """The smallest eigenvalue of the full Hessian, less its rounding error, which is relative to the largest."""
+        """The smallest eigenvalue of the full Hessian, minus its rounding error, which is relative to the largest one."""
         eigenvalues = torch.linalg.eigvalsh(self.hessian(v))
         return float(eigenvalues.min() - _ROUNDING * math.sqrt(self.dimension) * eigenvalues.max()) + self.l2
 
@@ -312,7 +313,7 @@ class _Softmax:
 
 
 def _contrasts(classes: int) -> Tensor:
-    """An orthonormal basis, (classes - 1, classes), of what is orthogonal to a shift of all classes (Helmert's)."""
+    """An orthonormal basis, (classes - 1, classes), of the space orthogonal to a shift of all classes (Helmert's)."""
     rows = torch.zeros(classes - 1, classes, dtype=torch.float64)
     for k in range(1, classes):
         rows[k - 1, :k], rows[k - 1, k] = 1.0, -float(k)

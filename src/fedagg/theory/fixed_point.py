@@ -1,16 +1,15 @@
-r"""The fixed point of the mean-field terms: that it exists (Theorem 2), is reached (Proposition 2), and where it is.
+r"""The fixed point of the mean-field terms: that it exists (Theorem 2), that it is reached (Proposition 2), and where it is.
 
-Algorithm 1 plans rates with Theorem 1 from the terms of the last pass, lets the clients move, and averages again.
-Written with $A$, which takes rates to the displacements $\sum_{p<k}\eta_p\phi_{1,p}$, k = 1..L, a pass along Eq. (9)
-is
+Algorithm 1 plans rates by Theorem 1 from the terms of the last pass, lets the clients move, and averages again. Let $A$
+map rates to the displacements $\sum_{p<k}\eta_p\phi_{1,p}$, k = 1..L. Then a pass along Eq. (9) is
 
 $$\eta^{(j+1)} = (I + cA^\top A)^{-1} c A^\top A\,\eta^{(j)},$$
 
 because all clients start at $\bar w$ and take the same path, so that $\bar w - \phi_2 = A\eta^{(j)}$ is exactly what
-the plan is asked to reproduce. The matrix has eigenvalues $c\sigma^2/(1+c\sigma^2) < 1$: each pass shrinks the rates,
-and the one fixed point is η = 0, where nobody moves. Algorithm 1 is of use as the paper states it, a few passes from
-a positive rate with a tolerance, and not in the limit. Everything here is float64: on quadratic clients, where each
-number can be checked by hand, or on those of a run (`fedagg.theory.objective`).
+the plan has to reproduce. The matrix has eigenvalues $c\sigma^2/(1+c\sigma^2) < 1$: each pass shrinks the rates,
+and the only fixed point is η = 0, where no client moves. Algorithm 1 is useful as the paper states it, as a few passes
+from a positive rate with a tolerance, but not in the limit. Everything here is in float64. The clients are quadratic, so
+that each number can be checked by hand, or those of a run (`fedagg.theory.objective`).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Direction = Literal["aggregated", "local"]
 
 
 class Federation(Protocol):
-    """What Algorithm 1 needs of its clients."""
+    """What Algorithm 1 needs from its clients."""
 
     @property
     def theta(self) -> Tensor:
@@ -100,7 +99,7 @@ class QuadraticClients:
 
     @property
     def minimiser(self) -> Tensor:
-        """w*, by one solve."""
+        """w*, from one linear system."""
         pull = torch.einsum("n,nij,nj->i", self.theta, self.hessians, self.centres)
         found: Tensor = torch.linalg.solve(self.hessian, pull)
         return found
@@ -112,7 +111,7 @@ class QuadraticClients:
 
     @property
     def psi(self) -> float:
-        """Strong convexity of F, which for a quadratic is its Polyak-Łojasiewicz constant too."""
+        """The strong convexity constant of F, which for a quadratic is also its Polyak-Łojasiewicz constant."""
         return float(torch.linalg.eigvalsh(self.hessian).min())
 
     @property
@@ -123,7 +122,7 @@ class QuadraticClients:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One round of all clients: positions (L+1, N, d) and the gradients met on the way (L, N, d)."""
+    """One round of all clients: their positions (L+1, N, d) and their gradients there (L, N, d)."""
 
     positions: Tensor
     gradients: Tensor
@@ -143,15 +142,16 @@ def local_round(clients: Federation, w: Tensor, rates: Tensor, local: float = 0.
 
 @dataclass(frozen=True)
 class Pass:
-    r"""What one pass of Algorithm 1 did.
+    r"""The result of one pass of Algorithm 1.
 
     Attributes:
         rates: the planned rates, averaged over clients, (L,).
-        step: distance to the terms of the pass before, in the paper's Φ: the root of |Δφ1|² + |Δφ2|².
-        rate_factor: |rates| over |rates of the pass before|, the measured contraction.
-        step_factor: step over step of the pass before; nan in the first pass, which has nothing to compare with.
-        limit: $c\sigma^2/(1+c\sigma^2)$ with $\sigma$ the norm of A at this pass: no pass along Eq. (9) shrinks less.
-        paper: the paper's $\sqrt{(\beta^2+1)\delta_h/N}$ for the largest rate of this pass, whether below 1 or not.
+        step: the distance from the terms of the previous pass, in the paper's Φ: the root of |Δφ1|² + |Δφ2|².
+        rate_factor: |rates| divided by |rates of the previous pass|, the measured contraction.
+        step_factor: step divided by the step of the previous pass; nan in the first pass.
+        limit: $c\sigma^2/(1+c\sigma^2)$ with $\sigma$ the norm of A in this pass. A pass along Eq. (9) multiplies the
+            rates by this factor at most.
+        paper: the paper's $\sqrt{(\beta^2+1)\delta_h/N}$ for the largest rate of this pass, even if it is not below 1.
     """
 
     rates: Tensor
@@ -172,20 +172,20 @@ def algorithm_one(
     tolerance: float = 0.0,
     direction: Direction = "aggregated",
 ) -> list[Pass]:
-    """Algorithm 1 for one round that starts at w, from `rate` in every epoch.
+    """Run Algorithm 1 for one round that starts at w, with the rate `rate` in every epoch at first.
 
-    Clients plan once a pass. Along "aggregated" (Eq. 9) they all do the same; along "local" (Algorithm 2) their plans
-    are the same, being made at w, and only their paths differ. Either way the mean path is w̄ - Aη, with A made of
-    this pass's φ1.
+    Clients plan once per pass. With "aggregated" (Eq. 9) they all do the same. With "local" (Algorithm 2) their plans are
+    the same, because they are made at w, and only their paths differ. In both cases the mean path is w̄ - Aη, where A is
+    made from the φ1 of this pass.
 
     Args:
-        tolerance: stop when both terms moved by less, in norm (the printed signed sums can cancel).
+        tolerance: stop when both terms change by less than this, in norm (the printed signed sums can cancel).
         direction: "aggregated" or "local".
     """
     if direction not in ("aggregated", "local"):
         raise unknown("direction", direction, ("aggregated", "local"))
     local = 1.0 if direction == "local" else 0.0
-    # Measured from the round's start: rates come from w̄ - φ2, which for small rates is lost in the digits of w̄.
+    # Positions are measured from the start of the round: rates come from w̄ - φ2, which for small rates is lost in the digits of w̄.
     clients, w = clients.around(w), torch.zeros_like(w)
     count, beta = len(clients.theta), clients.beta
     rates = torch.full((epochs,), rate, dtype=torch.float64)
@@ -212,7 +212,7 @@ def mean_field(path: Trajectory) -> tuple[Tensor, Tensor]:
 
 
 def pass_limit(phi1: Tensor, alpha: float) -> float:
-    r"""$c\sigma^2/(1+c\sigma^2)$, σ the norm of the map A from rates to displacements along these φ1."""
+    r"""$c\sigma^2/(1+c\sigma^2)$, where σ is the norm of the map A from rates to displacements along these φ1."""
     left = torch.arange(len(phi1), 0, -1, dtype=torch.float64)
     gram = torch.minimum(left[:, None], left[None, :]) * (phi1 @ phi1.T)
     gain = weight_ratio(alpha) * float(torch.linalg.eigvalsh(gram).max())
@@ -220,7 +220,7 @@ def pass_limit(phi1: Tensor, alpha: float) -> float:
 
 
 def asymptotic_factor(clients: Federation, w: Tensor, alpha: float, epochs: int) -> float:
-    r"""What the contraction comes to in the limit: $c\kappa_L^2|g|^2/(1+c\kappa_L^2|g|^2)$, g the mean gradient at w.
+    r"""The contraction in the limit: $c\kappa_L^2|g|^2/(1+c\kappa_L^2|g|^2)$, g the mean gradient at w.
 
     Near η = 0 all φ1 are g, so A is g times the matrix of partial sums and σ is κ_L |g| (`path_norm`).
     """
@@ -230,7 +230,7 @@ def asymptotic_factor(clients: Federation, w: Tensor, alpha: float, epochs: int)
 
 
 def exact_fixed_point(clients: Federation, w: Tensor, epochs: int) -> tuple[Tensor, Tensor]:
-    r"""The fixed point, for any clients: nobody moves, $\phi_{1,l} = \frac1N\sum_i\nabla F_i(w)$, $\phi_{2,l} = w$."""
+    r"""The fixed point, for any clients: no client moves, $\phi_{1,l} = \frac1N\sum_i\nabla F_i(w)$, $\phi_{2,l} = w$."""
     return clients.gradients(w).mean(0).expand(epochs, -1), w.expand(epochs + 1, -1)
 
 

@@ -1,8 +1,8 @@
-"""A run beside its bounds: the run is made again from its configuration, watched, and held against the analysis.
+"""Compares a run with its bounds: the run is repeated from its configuration, watched, and compared with the analysis.
 
-The constants are those of the run: the rates that were used, the gradients that were met, the models that were passed.
-The analysis is about full gradients, all clients in every round and a plain average; where a run is anything else, the
-results that need it say so instead of giving a number. Drift, and the rates of Theorem 1, are bounded in any case.
+The constants are those of the run: its rates, its gradients, and the models it passes through. The analysis is about full
+gradients, all clients in every round, and a plain average. If a run differs from this, the results that need it say so
+instead of giving a number. Drift and the rates of Theorem 1 are bounded in any case.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ from fedagg.theory.watch import Round, Watch
 
 LIMIT = 2e11  # samples × parameters × rounds: minutes of float64 on a few cores
 FLOAT32 = float(torch.finfo(torch.float32).eps)
-DENSE = 4000  # unknowns up to which the smallest curvature of the linear model is computed
-ROUNDING = 1e-4  # relative: a run adds float32 rounding to what the bounds say of exact arithmetic
+DENSE = 4000  # the most unknowns for which the smallest curvature of the linear model is computed
+ROUNDING = 1e-4  # relative: a run has float32 rounding errors, and the bounds are about exact arithmetic
 
 
 @dataclass(frozen=True)
 class Statement:
-    """One result of the paper against one run.
+    """One result of the paper, compared with one run.
 
     Attributes:
-        name: a word for files.
-        result: where it is in the paper.
+        name: a short name for files.
+        result: its name in the paper.
         what: the quantity that is bounded.
         measured: its value, round by round.
-        bounds: what is proved of it; `printed` what the paper prints, where it has a formula.
-        rounding: what float32 can have added to the measured values.
+        bounds: its bound as proved, round by round.
+        printed: its bound as the paper prints it; empty if the paper has no formula.
+        rounding: the rounding error that float32 can add to the measured values.
     """
 
     name: str
@@ -62,11 +63,11 @@ class Statement:
 
     @property
     def reason(self) -> str:
-        """Why there is no number, where there is none."""
+        """Why there is no number in some round; empty if every round has one."""
         return next((bound.reason for bound in self.bounds if not bound.applies), "")
 
     def broken(self, printed: bool = False) -> list[int]:
-        """The rounds (from 1) in which the bound does not cover what happened."""
+        """The rounds (from 1) in which the measured value is above its bound."""
         claims = self.printed if printed else self.bounds
         pairs = zip(self.measured, claims, strict=False)
         return [t for t, (value, bound) in enumerate(pairs, start=1) if not self.covers(value, bound)]
@@ -77,7 +78,7 @@ class Statement:
 
 @dataclass(frozen=True)
 class Analysis:
-    """All results for one run. `sources` says of each constant where it comes from; `best` is F*."""
+    """All results for one run. `sources` says where each constant comes from; `best` is F*."""
 
     run: str
     config: Config
@@ -105,13 +106,13 @@ def analyse(
     parts: Sequence[Any] | None = None,
     data_dir: str | None = None,
 ) -> Analysis:
-    """Make a run again and hold it against its bounds.
+    """Repeat a run and compare it with its bounds.
 
     Args:
         folder: the run folder.
-        rounds: only the first so many.
-        data: what the run was given from Python, and so for model and parts.
-        data_dir: where data sets are, if not where the run had them.
+        rounds: look only at this many rounds from the start.
+        data: the data that the run was given from Python; the same for model and parts.
+        data_dir: where data sets are, if not in the folder that the run used.
     """
     run = runs.load(folder)
     count = min(len(run.history), rounds or len(run.history))
@@ -132,7 +133,7 @@ def analyse(
     affordable(config, objective)
 
     watch = Watch(config.weight_decay)
-    kept = config.changed(validation=0.0, client_test=0.0)  # what is held back is out of the data by now
+    kept = config.changed(validation=0.0, client_test=0.0)  # the samples held back are already removed from the data
     again = federation.run(kept, data=data, model=module, parts=parts, callbacks=[watch], wrap=watch.wrap, progress=False)
     compare(run.history, again.history)
     last = Layout(again.model).pack(again.model).w.double()
@@ -141,7 +142,7 @@ def analyse(
 
 
 def repeatable(config: Config, rounds: int, data_dir: str | None) -> Config:
-    """The same run, on this machine, and without what does not change its course."""
+    """The configuration of the same run on this machine, without settings that do not change its course."""
     changes: dict[str, Any] = {"rounds": rounds, "eval_every": rounds, "average": False, "stop_at": None, "patience": 0}
     if not torch.cuda.is_available():
         changes["device"] = "cpu"
@@ -165,7 +166,8 @@ def affordable(config: Config, objective: Objective) -> None:
 
 
 def compare(recorded: Sequence[dict[str, Any]], again: Sequence[dict[str, Any]]) -> None:
-    """A run on other hardware, or with another number of threads, adds up in another order; that may grow."""
+    """Warn if the repeated run differs. Other hardware, or another number of threads, adds numbers in another order, and
+    small differences can grow."""
     for before, now in zip(recorded, again, strict=False):
         one, other = before.get("train_loss"), now.get("train_loss")
         if one is not None and other is not None and abs(one - other) > 1e-3 * abs(one):
@@ -175,7 +177,7 @@ def compare(recorded: Sequence[dict[str, Any]], again: Sequence[dict[str, Any]])
 
 
 class Reading:
-    """What was seen of a run, turned into constants and statements."""
+    """Turns the measurements of a run into constants and statements."""
 
     def __init__(self, config: Config, objective: Objective, rounds: list[Round], models: list[Tensor]) -> None:
         self.config, self.objective, self.rounds, self.models = config, objective, rounds, models
@@ -187,7 +189,7 @@ class Reading:
         self.constants, self.sources = self.find_constants()
 
     def minimum(self) -> None:
-        """F* and w*: exactly for the linear model; else 0 for F*, since the proofs take any lower bound."""
+        """Find F* and w*: exactly for the linear model; otherwise F* is set to 0, since the proofs need only a lower bound."""
         self.best, self.about_best = 0.0, "no cross-entropy is lower, and the proofs need no more than that"
         self.distances: list[float] = []
         self.target: Tensor | None = None
@@ -202,22 +204,22 @@ class Reading:
         if self.solution.radius is None:
             self.no_target = self.solution.reason + ("" if self.config.weight_decay else "; with --weight-decay there is one")
             return
-        # Convexity: what was found is above F* by no more than this, and the proofs need a lower bound.
+        # By convexity, the loss found is above F* by no more than this; the proofs need a lower bound.
         self.best = self.solution.loss - self.solution.radius * self.solution.gradient_norm - 1e-14
         self.about_best = "by a full solve, certified"
         nearest = self.solution.nearest(self.objective.as_matrix(self.models[0]))
         self.target = self.objective.as_vector(nearest)
         self.distances = [float((w - self.target).square().sum()) for w in self.models]
 
-    # --- Is this run one that the analysis is about? ---
+    # --- Is the analysis about runs like this? ---
 
     def find_obstacle(self) -> str:
-        """Why the paper's results about F say nothing here; empty if they do."""
+        """Why the paper's results about F do not apply; empty if they do."""
         reason = self.unlike(len(self.rounds))
         return reason or next((reason for one in self.rounds if (reason := self.strange(one))), "")
 
     def unlike(self, rounds: int) -> str:
-        """Is this a run with full gradients and all clients, and do its first rounds end with a plain average? If not, why."""
+        """Why this is not a run with full gradients, all clients, and a plain average in the first rounds; empty if it is."""
         c = self.config
         largest = max(len(part) for part in self.objective.samples)
         if c.batch_size < largest:
@@ -241,7 +243,7 @@ class Reading:
         return off <= 1e-3 * float(work.moved.norm()) + 8 * FLOAT32 * float(self.models[t].norm())
 
     def strange(self, one: Round) -> str:
-        """Do clients step along gradients of this round, their own or aggregated?"""
+        """Why clients do not step along gradients of this round, their own or aggregated; empty if they do."""
         work = one.work.work
         if reason := plain(one):
             return reason
@@ -357,20 +359,20 @@ class Reading:
 
     @property
     def blur(self) -> float:
-        """How far float32 can put a client from where exact arithmetic would have it, in a round."""
+        """The largest distance, after one round, between a client in float32 and the same client in exact arithmetic."""
         return 2.0 * FLOAT32 * (self.constants.L + 1) * float(self.constants.Q or 0.0)
 
     def about_f(self, formula: Callable[[int], Bound]) -> list[Bound]:
-        """A result about F, for every round, or why there is none."""
+        """The bounds of a result about F, for every round, or the reason why there are none."""
         none = Bound.none(self.obstacle)
         return [none if self.obstacle else formula(t) for t in range(1, len(self.rounds) + 1)]
 
     def both(self, formula: Callable[[int, bool], Bound]) -> tuple[list[Bound], list[Bound]]:
-        """The same as it is proved, and as it is printed."""
+        """The same, as proved and as printed."""
         return self.about_f(lambda t: formula(t, False)), self.about_f(lambda t: formula(t, True))
 
     def rate(self) -> Statement:
-        # Theorem 1 plans epochs, however many steps there are in one; the first epoch's bound covers those after it.
+        # Theorem 1 plans epochs, whatever the number of steps in one. The bound for the first epoch also covers the later ones.
         c = replace(self.constants, L=self.config.epochs)
         measured = [float(one.work.rates.abs().max()) if one.work.clients else 0.0 for one in self.rounds]
         none = Bound.none("needs rates of Theorem 1 around the mean field of a probe: --variant paper has them")
@@ -404,7 +406,7 @@ class Reading:
         return Statement("gradient", "Theorem 5", "mean |∇F(w̄)|²", means, *claims)
 
     def field(self) -> Statement:
-        """About the models that clients trained from: the one that is shown at the end may be an average of them."""
+        """About the models that clients train from; the model that is reported at the end may be an average of them."""
         squares, gap = [norm * norm for norm in self.norms], self.losses[0] - self.best
         means = [sum(squares[:t]) / t for t in range(1, len(squares))]
         works = [one.work for one in self.rounds]

@@ -1,17 +1,17 @@
-r"""How unlike the clients are: their labels against everybody's, and their gradients against the mean one.
+r"""How much the clients differ: their labels compared with those of all clients, and their gradients compared with the mean.
 
 Three distances between a client's label distribution p and the global one q:
 
-- `wasserstein`: $W_1 = \sum_a |P(a) - Q(a)|$, P and Q the cumulative distributions over the label *index*. The metric
+- `wasserstein`: $W_1 = \sum_a |P(a) - Q(a)|$, with P and Q the cumulative distributions over the label *index*. The metric
   on the label axis is |a - b|: moving a sample from label 0 to 9 costs nine times as much as to 1. For labels without
-  an order (all data sets of the paper) that is a convention; renumbering the classes changes the number, which is
+  an order (all data sets of the paper) this is a convention, and renumbering the classes changes the distance. It is
   between 0 and C - 1.
 - `total_variation`: $\frac12\sum_a|p_a - q_a|$, in [0, 1]. It is the Wasserstein distance for the metric in which any
-  two different labels are 1 apart, so it does not depend on how classes are numbered.
-- `jensen_shannon`: the root of the Jensen-Shannon divergence in bits, in [0, 1]: a metric, and not dependent on
-  numbering either.
+  two different labels are 1 apart, so it does not depend on the numbering of the classes.
+- `jensen_shannon`: the root of the Jensen-Shannon divergence in bits, in [0, 1]. It is a metric and does not depend
+  on the numbering either.
 
-A client without samples has no distribution: its distances are nan, and means leave it out.
+A client without samples has no distribution: its distances are nan, and it is left out of means.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ METRICS = {
 
 @dataclass(frozen=True)
 class Distances:
-    """Each client's label distribution against the global one, (N,) each; nan for a client without samples."""
+    """The distances of each client's label distribution from the global one, (N,) each; nan for a client without samples."""
 
     sizes: Counts
     wasserstein: Floats
@@ -62,7 +62,7 @@ class Distances:
     jensen_shannon: Floats
 
     def mean(self, metric: str) -> float:
-        """Over the clients that have samples, every client counting the same."""
+        """The mean over the clients that have samples; every client counts the same."""
         return float(np.nanmean(getattr(self, metric)))
 
     def spread(self, metric: str) -> float:
@@ -76,7 +76,7 @@ def label_counts(labels: npt.ArrayLike, parts: Sequence[npt.NDArray[np.integer[A
     Args:
         labels: one label per sample, whole numbers from 0 up.
         parts: for each client, the indices of its samples.
-        classes: C; the largest label and one if not given.
+        classes: C; one more than the largest label if not given.
     """
     array = np.asarray(labels)
     if array.ndim != 1 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
@@ -90,7 +90,7 @@ def label_counts(labels: npt.ArrayLike, parts: Sequence[npt.NDArray[np.integer[A
 
 
 def distances(counts: Counts) -> Distances:
-    """The three distances of every client from the mix of all clients' samples together."""
+    """The three distances of every client from the distribution of all clients' samples together."""
     sizes = counts.sum(1)
     if sizes.sum() == 0:
         raise DataError("no client has samples: there is no distribution to compare with")
@@ -103,7 +103,7 @@ def distances(counts: Counts) -> Distances:
             rows[0, i] = wasserstein_distance(names, names, own, whole)
             rows[1, i] = 0.5 * np.abs(own - whole).sum()
             rows[2, i] = jensenshannon(own, whole, base=2)
-    # Equal distributions can differ in the last bit, and then the root of a tiny negative number is nan.
+    # Equal distributions can differ in the last bit; then the root of a tiny negative number is nan.
     rows[2, (sizes > 0) & np.isnan(rows[2])] = 0.0
     return Distances(sizes, rows[0], rows[1], rows[2])
 
@@ -111,14 +111,14 @@ def distances(counts: Counts) -> Distances:
 def over_sigma(
     labels: npt.ArrayLike, clients: int, sigmas: Sequence[float] = SIGMAS, seed: int = 0, by: str = "client"
 ) -> dict[float, Distances]:
-    """The distances of Dirichlet splits with each of these σ; ∞ is the IID split (the paper's Fig. 4)."""
+    """The distances of a Dirichlet split for each of these σ; ∞ is the IID split (the paper's Fig. 4)."""
     array = np.asarray(labels)
     return {float(sigma): distances(label_counts(array, dirichlet(array, clients, sigma, seed, by))) for sigma in sigmas}
 
 
 @dataclass(frozen=True)
 class Dissimilarity:
-    r"""How unlike the clients' gradients $g_i$ at one point are; g is their mean weighted by θ.
+    r"""How much the clients' gradients $g_i$ at one point differ; g is their mean weighted by θ.
 
     Attributes:
         variance: $\sum_i\theta_i\|g_i - g\|^2$, zero when all clients agree.
@@ -130,7 +130,7 @@ class Dissimilarity:
 
 
 def gradient_dissimilarity(gradients: npt.ArrayLike, theta: npt.ArrayLike | None = None) -> Dissimilarity:
-    """From gradients (N, d) of all clients at the same point, and aggregation weights (equal if not given)."""
+    """The dissimilarity of the gradients (N, d) of all clients at the same point, with aggregation weights (equal if not given)."""
     rows = np.asarray(gradients, dtype=np.float64)
     weights = np.full(len(rows), 1.0 / len(rows)) if theta is None else np.asarray(theta, dtype=np.float64)
     mean = weights @ rows
@@ -142,7 +142,7 @@ def gradient_dissimilarity(gradients: npt.ArrayLike, theta: npt.ArrayLike | None
 
 
 def streamed_dissimilarity(gradients: Iterable[npt.ArrayLike], theta: npt.ArrayLike) -> Dissimilarity:
-    """The same from one client's gradient (d,) after the other, for models of which memory does not hold N."""
+    """The same from the gradients (d,) of one client at a time, for models so large that N of them do not fit into memory."""
     mean: Floats = np.zeros(1)
     norms2 = 0.0
     for weight, gradient in zip(np.asarray(theta, dtype=np.float64), gradients, strict=True):
@@ -157,25 +157,25 @@ def streamed_dissimilarity(gradients: Iterable[npt.ArrayLike], theta: npt.ArrayL
 
 
 def write_dissimilarity(path: str | os.PathLike[str], found: Mapping[str, Dissimilarity]) -> None:
-    """A CSV with a row per model: how unlike the clients' gradients there are."""
+    """Write a CSV with a row per model: how much the clients' gradients differ there."""
     rows = [[name, _plain(one.variance), _plain(one.ratio)] for name, one in found.items()]
     _write_csv(Path(path), ["model", "variance", "ratio"], rows)
 
 
 def write_counts(path: str | os.PathLike[str], counts: Counts) -> None:
-    """A CSV with a row per client: how many samples of each class it holds."""
+    """Write a CSV with a row per client: how many samples of each class it holds."""
     header = ["client", "samples", *(f"label_{a}" for a in range(counts.shape[1]))]
     _write_csv(Path(path), header, [[i, int(row.sum()), *row.tolist()] for i, row in enumerate(counts)])
 
 
 def write_distances(path: str | os.PathLike[str], found: Distances) -> None:
-    """A CSV with a row per client: its size and its three distances."""
+    """Write a CSV with a row per client: its size and its three distances."""
     columns = zip(found.sizes, found.wasserstein, found.total_variation, found.jensen_shannon, strict=True)
     _write_csv(Path(path), ["client", "samples", *METRICS], [[i, *map(_plain, row)] for i, row in enumerate(columns)])
 
 
 def write_summary(path: str | os.PathLike[str], found: Mapping[float, Distances]) -> None:
-    """A CSV with a row per σ: mean and spread over clients of each distance, and the smallest and largest client."""
+    """Write a CSV with a row per σ: mean and spread of each distance over clients, and the smallest and largest client."""
     header = ["sigma", "clients", "samples_min", "samples_max"]
     header += [f"{metric}_{what}" for metric in METRICS for what in ("mean", "std")]
     rows: list[list[object]] = []
@@ -186,7 +186,7 @@ def write_summary(path: str | os.PathLike[str], found: Mapping[float, Distances]
 
 
 def plot_counts(path: str | os.PathLike[str], counts: Counts, title: str = "Samples per label and client") -> None:
-    """A heat map as PNG, clients across and labels up, with the clients' sizes as bars above it."""
+    """Draw a heat map as PNG, with clients across and labels up, and the clients' sizes as bars above it."""
     clients, classes = counts.shape
     height = min(9.0, 3.2 + 0.08 * classes)
     figure = Figure(figsize=(min(16.0, 6.0 + 0.08 * clients), height + 2.0), layout="constrained")
@@ -214,7 +214,7 @@ def plot_counts(path: str | os.PathLike[str], counts: Counts, title: str = "Samp
 def plot_over_sigma(
     path: str | os.PathLike[str], found: Mapping[float, Distances], title: str = "Label skew of the clients"
 ) -> None:
-    """The three distances over σ as PNG: every client a dot, their mean a line, one standard deviation shaded."""
+    """Draw the three distances over σ as PNG: a dot for every client, a line for their mean, one standard deviation shaded."""
     figure = Figure(figsize=(14.0, 4.8), layout="constrained")
     figure.suptitle(title, fontsize=16)
     at = np.arange(len(found))
@@ -239,7 +239,7 @@ def plot_over_sigma(
 
 
 def _plain(value: float) -> str:
-    """A number for a CSV: whole ones without a point, the rest with all their digits, nan as an empty field."""
+    """A number for a CSV: integers without a point, others with all their digits, nan as an empty field."""
     if math.isnan(value):
         return ""
     return repr(int(value)) if float(value).is_integer() else repr(float(value))

@@ -1,7 +1,7 @@
 r"""The objective of a run as the paper writes it, $F = \sum_i\theta_i F_i$ (Eq. 3), with its gradient, in float64.
 
-Training sees F through mini-batches in float32; the analysis speaks of F itself. Weight decay is part of F, as
-$\frac{\lambda}{2}|w|^2$ in every F_i: that is what the clients' steps follow.
+Training uses mini-batches of F in float32; the analysis is about F itself. Weight decay is part of F, as
+$\frac{\lambda}{2}|w|^2$ in every F_i, because the clients' steps include it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Objective:
         x: training samples, and y their labels.
         parts: the indices of every client's samples.
         weight_decay: the clients' weight decay.
-        beta: the smoothness of Assumption 1; only Algorithm 1's printed constant asks for it.
+        beta: the smoothness of Assumption 1; only the printed constant of Algorithm 1 needs it.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Objective:
         return out
 
     def value_and_gradient(self, w: Tensor, samples: Tensor | None = None) -> tuple[float, Tensor]:
-        """F(w) and ∇F(w), or those of some samples, in pieces that fit into memory."""
+        """F(w) and ∇F(w), or the same for some samples, computed in pieces that fit into memory."""
         chosen = self.dealt if samples is None else samples
         at = w.to(self.dtype) if self.origin is None else self.origin.to(self.dtype) + w.to(self.dtype)
         value, gradient = 0.0, torch.zeros_like(at)
@@ -94,21 +94,21 @@ class Objective:
         return torch.stack(list(self.each_gradient(w)))
 
     def each_gradient(self, w: Tensor) -> Iterator[Tensor]:
-        """The same, one client after the other."""
+        """The same, one client at a time."""
         for samples, at in zip(self.samples, w if w.dim() == 2 else w.expand(len(self.samples), -1), strict=True):
             yield self.value_and_gradient(at, samples)[1]
 
     def client_smoothness(self, w: Tensor, client: int, iterations: int = 20) -> float:
-        """The curvature of one client's loss at w, by power iteration: below its β, which is over all w."""
+        """The curvature of one client's loss at w, by power iteration. It is at most the client's β, the largest over all w."""
         seeded = torch.Generator().manual_seed(client)
         samples = self.samples[client]
         return constants.smoothness(lambda v: self.loss_of(v, samples), w.to(self.dtype), iterations, seeded)
 
-    # --- The linear model, of which more is known ---
+    # --- The linear model, about which more is known ---
 
     @property
     def linear(self) -> nn.Linear | None:
-        """The one layer of a linear model."""
+        """The only layer of a linear model; None for other models."""
         leaves = [m for m in self.module.modules() if not list(m.children()) and not isinstance(m, nn.Flatten)]
         layer = leaves[0] if len(leaves) == 1 else None
         if not isinstance(layer, nn.Linear) or not all(p.requires_grad for p in layer.parameters()):
@@ -116,7 +116,7 @@ class Objective:
         return layer
 
     def smoothness_bound(self) -> float | None:
-        r"""β of the linear model, true everywhere: $\max_i\frac12\lambda_{\max}(X_i^\top X_i/D_i)$ + weight decay.
+        r"""β of the linear model, valid for all w: $\max_i\frac12\lambda_{\max}(X_i^\top X_i/D_i)$ + weight decay.
 
         The Hessian of the cross-entropy in the outputs, diag(p) - pp', is at most 1/2.
         """
@@ -132,12 +132,12 @@ class Objective:
 
     @property
     def unknowns(self) -> int | None:
-        """How many numbers w* of the linear model has, at most; None for other models."""
+        """The most unknowns that w* of the linear model can have; None for other models."""
         layer = self.linear
         return None if layer is None else (layer.out_features - 1) * (layer.in_features + (layer.bias is not None))
 
     def solve(self, dense_limit: int) -> constants.SoftmaxSolution:
-        """w* of the linear model by a full solve. With weight decay the curvature is known without a Hessian."""
+        """w* of the linear model by a full solve. With weight decay, no Hessian is needed to know the curvature."""
         layer = self.linear
         if layer is None:
             raise SettingError("model", type(self.module).__name__, "only the linear model can be solved")
@@ -146,12 +146,12 @@ class Objective:
         return constants.solve_softmax(x, y, layer.out_features, self.weight_decay, bias=layer.bias is not None, dense_limit=dense)
 
     def as_matrix(self, w: Tensor) -> Tensor:
-        """Flat weights of the linear model as `solve` has them: (classes, features [+ 1 for the bias])."""
+        """Flat weights of the linear model in the form that `solve` uses: (classes, features [+ 1 for the bias])."""
         pieces = dict(self.layout.weights(w.double()))
         return torch.cat([piece if piece.dim() == 2 else piece[:, None] for piece in pieces.values()], 1)
 
     def as_vector(self, matrix: Tensor) -> Tensor:
-        """Back from `as_matrix`."""
+        """The inverse of `as_matrix`."""
         layer = self.linear
         features = matrix.shape[1] if layer is None else layer.in_features
         return torch.cat([matrix[:, :features].flatten(), matrix[:, features:].flatten()])

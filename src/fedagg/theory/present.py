@@ -1,4 +1,4 @@
-"""An analysis for people: as CSV, JSON and a picture."""
+"""Writes an analysis as CSV, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DRAWN = ("drift", "loss", "gradient", "distance")
 
 
 def write(analysis: Analysis, folder: Path) -> list[Path]:
-    """bounds.csv (a row a round), bounds.json (constants, where they come from, what holds) and bounds.png."""
+    """Write bounds.csv (one row per round), bounds.json (the constants, their sources, and which bounds hold) and bounds.png."""
     table, facts, picture = (folder / f"bounds.{ending}" for ending in ("csv", "json", "png"))
     files.write(table, as_csv(header(analysis), rows(analysis)))
     files.write(facts, json.dumps(summary(analysis), indent=2, ensure_ascii=False))
@@ -29,7 +29,7 @@ def write(analysis: Analysis, folder: Path) -> list[Path]:
 
 
 def write_passes(passes: Sequence[Pass], path: Path) -> Path:
-    """Algorithm 1 pass by pass: the rates' norm, and the share of it that was left: measured, proved, printed."""
+    """Write Algorithm 1 pass by pass: the norm of the rates, and the share of it that is left: measured, proved, printed."""
     lines = [[i, float(one.rates.norm()), one.rate_factor, one.limit, one.paper] for i, one in enumerate(passes, start=1)]
     files.write(path, as_csv(["pass", "rate_norm", "measured", "proved", "printed"], lines))
     return path
@@ -43,7 +43,7 @@ def header(analysis: Analysis) -> list[str]:
 
 
 def rows(analysis: Analysis) -> list[list[Any]]:
-    """What happened and what was promised, round by round; None where a result does not apply."""
+    """The measured values and their bounds, round by round; None where a result does not apply."""
     made = []
     for t in range(analysis.rounds):
         row: list[Any] = [t + 1]
@@ -84,14 +84,14 @@ def summary(analysis: Analysis) -> dict[str, Any]:
 
 
 def verdict(one: Statement, printed: bool = False) -> str:
-    """In how many rounds a bound held, of those it applied to."""
+    """How many of the rounds that a bound applies to it holds in."""
     claims = one.printed if printed else one.bounds
     count = sum(bound.applies for bound in claims)
     return f"{count - len(one.broken(printed))} of {count}" if count else "-"
 
 
 def draw(analysis: Analysis, path: Path) -> Path:
-    """What happened, and what is promised, over the rounds."""
+    """Draw the measured values and their bounds over the rounds."""
     grid = [panel(analysis[name]) for name in DRAWN]
     c = analysis.config
     title = f"{c.method}, {c.dataset}, {c.model}: what happened and what is proved"

@@ -1,4 +1,4 @@
-"""A run watched from between the algorithm and its clients: how far they went, along what, at which rates."""
+"""Watches a run between the algorithm and its clients: how far the clients move, in which direction, and at which rates."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from fedagg.work import Chunk, Job, Memory, Work
 
 @dataclass
 class Pass:
-    """One piece of work that all participants did from the same model, boiled down to what the analysis asks for.
+    """One piece of work that all participants do from the same model, reduced to the numbers that the analysis needs.
 
     Attributes:
         start: w̄, (d,), float64 on the CPU like all tensors here.
         rates: η_{i,l}, (n, L).
-        steps: the most steps a client made.
+        steps: the largest number of steps of a client.
         gradient: the largest |ḡ_{i,l} + λ w_{i,l}|, with ḡ the mean gradient of epoch l and λ the weight decay.
-        direction: the same of what the clients stepped along, where a method mixes something in.
+        direction: the same for the direction of the clients' steps, which differs where a method mixes something in.
         drift: the largest |w_{i,l} - w̄|.
         size: the largest |w_{i,l}|.
-        deviation: U, the largest |w_{i,l} - φ2_k|, k > l, with φ2 of the pass before; None where there was none.
-        secant: the largest change of a client's gradient over the way it went, from epoch to epoch.
-        sharpest: the client with that.
+        deviation: U, the largest |w_{i,l} - φ2_k|, k > l, with φ2 from the previous pass; None if there was none.
+        secant: the largest change of a client's gradient from one epoch to the next, divided by the distance it moved.
+        sharpest: the client with the largest secant.
         moved: Σ θ_i Δ_i.
     """
 
@@ -108,13 +108,13 @@ class Pass:
 
     @property
     def phi2(self) -> Tensor:
-        """The mean over clients of how far they were, (L+1, d)."""
+        """The mean over clients of their displacement from w̄, (L+1, d)."""
         return self.sums["phi2"] / len(self.clients)
 
 
 @dataclass(frozen=True)
 class Round:
-    """A round: its line of the record, the work that moved the model, and the pass before that (a probe)."""
+    """A round: its row in the record, the work that moved the model, and the pass before it, if any (a probe)."""
 
     row: dict[str, Any]
     work: Pass
@@ -122,7 +122,7 @@ class Round:
 
     @property
     def theorem(self) -> bool:
-        """Were the rates those of Theorem 1, around the probe's mean field?"""
+        """Are the rates those of Theorem 1, around the probe's mean field?"""
         w = self.work.work
         return self.probe is not None and w.slope is not None and self.follows(w.field)
 
@@ -135,7 +135,7 @@ class Round:
 
 
 class Watch:
-    """An engine around the run's own, and a callback: give it to `fedagg.run` as both. Rounds gather in `rounds`."""
+    """Both a callback and an engine around the run's own; give it to `fedagg.run` as both. It collects the rounds in `rounds`."""
 
     note = ""
 
@@ -159,11 +159,11 @@ class Watch:
         self.passes = [*self.passes[-1:], seen]
 
     def started(self, config: Config, done: int) -> None:
-        """Nothing has been seen yet."""
+        """Nothing to do yet."""
 
     def round_done(self, row: dict[str, Any]) -> None:
         self.rounds.append(Round(row, self.passes[-1], self.passes[-2] if len(self.passes) > 1 else None))
         self.passes = []
 
     def finished(self, result: Result) -> None:
-        """All is in `rounds`."""
+        """Nothing left to do: everything is in `rounds`."""
