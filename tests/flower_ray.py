@@ -24,7 +24,7 @@ def main(grid, context):
         strategy = FedAggStrategy(test_flower.model(), test_flower.settings(algorithm=method, eval_every=3))
         strategy.run(grid, wait=600)  # Ray may take minutes to start its workers on a busy machine
         assert sorted(strategy.members.nodes) == list(range(test_flower.NODES))
-        weights[method] = strategy.server.shown.w
+        weights[method] = strategy.server.reported_model.w
     save_file(weights, sys.argv[1])
 
 

@@ -30,7 +30,7 @@ from fedagg.cli import main
 from fedagg.config import Config
 from fedagg.engines.sequential import Sequential
 from fedagg.errors import FedaggError, FedaggWarning, SettingError
-from fedagg.federation import spills
+from fedagg.federation import keeps_on_disk
 from fedagg.memory import ClientMemory, Shelf
 
 
@@ -61,7 +61,7 @@ def test_the_last_two_are_kept_and_come_back_as_they_were(tmp_path: Path) -> Non
 def test_more_than_a_million_rounds_are_in_order(tmp_path: Path) -> None:
     for done in (999_998, 999_999, 1_000_000, 1_000_001):
         checkpoint.save(tmp_path, made(done))
-    assert [path.stem for path in checkpoint.saved(tmp_path)] == ["round-1000000", "round-1000001"]
+    assert [path.stem for path in checkpoint.list_files(tmp_path)] == ["round-1000000", "round-1000001"]
     found = checkpoint.latest(tmp_path)
     assert found is not None
     assert found.round == 1_000_001
@@ -84,7 +84,7 @@ def test_a_checkpoint_without_a_number_is_of_format_1(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, made(1))
     facts = json.loads((tmp_path / "round-000001.json").read_text())
     old = {name: value for name, value in facts.items() if name not in ("format", "self")}
-    (tmp_path / "round-000001.json").write_text(json.dumps({**old, "self": checkpoint.seal(old)}))
+    (tmp_path / "round-000001.json").write_text(json.dumps({**old, "self": checkpoint.facts_checksum(old)}))
     found = checkpoint.latest(tmp_path)
     assert found is not None
     assert found.round == 1
@@ -194,7 +194,7 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_used(tmp_path: Pa
 
 def test_every_single_altered_byte_is_noticed(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, made(1))
-    (path,) = checkpoint.saved(tmp_path)
+    (path,) = checkpoint.list_files(tmp_path)
     for file in (path, path.with_suffix(".0.safetensors")):
         whole = file.read_bytes()
         for at in range(len(whole)):
@@ -230,7 +230,7 @@ def test_a_run_with_a_damaged_checkpoint_goes_back_and_ends_the_same(tmp_path: P
 
 def test_a_run_without_a_whole_checkpoint_starts_again_and_ends_the_same(tmp_path: Path, whole: Path) -> None:
     run = begun(tmp_path / "run")
-    for path in checkpoint.saved(run / "checkpoints"):
+    for path in checkpoint.list_files(run / "checkpoints"):
         damage(path, "cut")
     with pytest.warns(FedaggWarning) as caught:
         tiny.job(resume=run, algorithm="scaffold", checkpoint_every=2)
@@ -247,7 +247,7 @@ def reseal(path: Path, tensors: dict[str, Any] | None = None, part: int = 0, **f
     sums = found.facts["sha256"]
     sums[part] = checkpoint.hashlib.sha256(packed).hexdigest()
     known = {**found.facts, **facts}
-    path.write_text(json.dumps({**known, "self": checkpoint.seal(known)}))
+    path.write_text(json.dumps({**known, "self": checkpoint.facts_checksum(known)}))
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_a_checkpoint_that_does_not_fit_is_one_clear_line(
     tmp_path: Path, tensors: dict[str, Any], facts: dict[str, Any], words: str
 ) -> None:
     run = begun(tmp_path / "run", rounds=2)
-    reseal(checkpoint.saved(run / "checkpoints")[-1], tensors, **facts)
+    reseal(checkpoint.list_files(run / "checkpoints")[-1], tensors, **facts)
     before = (run / "metrics.jsonl").read_bytes()
     with pytest.raises(FedaggError, match=words) as caught:
         tiny.job(resume=run, algorithm="scaffold", checkpoint_every=2)
@@ -347,7 +347,7 @@ def test_killed_at_every_single_operation_on_files(tmp_path: Path, monkeypatch: 
             tiny.job(resume=run, **settings)
         assert tiny.same_run(run, tmp_path / "whole"), number
         assert [p for p in run.rglob("*") if p.suffix == ".part"] == []
-        assert len(checkpoint.saved(run / "checkpoints")) <= 2
+        assert len(checkpoint.list_files(run / "checkpoints")) <= 2
         if ended == 2:
             break
     assert kills > 60
@@ -392,7 +392,7 @@ def test_an_interrupt_while_a_round_is_booked_waits() -> None:
     done = []
 
     def booked() -> None:
-        with interrupt.held_back():
+        with interrupt.delay_interrupts():
             signal.raise_signal(signal.SIGINT)
             done.append("whole")
 
@@ -400,7 +400,7 @@ def test_an_interrupt_while_a_round_is_booked_waits() -> None:
         booked()
     assert done == ["whole"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    thread = threading.Thread(target=lambda: done.append(interrupt.held_back().__enter__()))
+    thread = threading.Thread(target=lambda: done.append(interrupt.delay_interrupts().__enter__()))
     thread.start()
     thread.join()
     assert len(done) == 2
@@ -545,11 +545,11 @@ def test_on_disk_a_client_keeps_its_place_and_the_file_no_more_than_was_brought(
 
 def test_what_clients_remember_spills_by_what_all_of_them_would_take() -> None:
     cpu, gpu, many = torch.device("cpu"), torch.device("cuda"), Config(clients=1_000_000, participation=1e-4)
-    assert not spills(many, 210, cpu)  # 840 MB
-    assert spills(many, 300, cpu)
-    assert not spills(many, 300, gpu)
-    assert spills(many, 7850, gpu)
-    assert not spills(many.model_copy(update={"client_memory": "ram"}), 7850, cpu)
+    assert not keeps_on_disk(many, 210, cpu)  # 840 MB
+    assert keeps_on_disk(many, 300, cpu)
+    assert not keeps_on_disk(many, 300, gpu)
+    assert keeps_on_disk(many, 7850, gpu)
+    assert not keeps_on_disk(many.model_copy(update={"client_memory": "ram"}), 7850, cpu)
 
 
 def test_flushing_reaches_files_and_folders(tmp_path: Path) -> None:

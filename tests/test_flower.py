@@ -387,7 +387,7 @@ def test_a_node_whose_first_hello_fails_is_asked_again():
     assert strategy.members.refused == strategy.members.failed == {}
 
 
-def veiled(name="linear", evil=(), tamper=None, **changes):
+def secure_run(name="linear", evil=(), tamper=None, **changes):
     """A run under secure aggregation; from round 2 on, `evil` alters in turn what client 2 answers in the clear."""
 
     def mod(message, context, call_next):
@@ -407,7 +407,7 @@ def saying(name, value):
 
 
 INCOMPLETE = "sent an incomplete answer"
-VEILED = {
+BAD_NUMBERS = {
     "no along": (lambda content: content.config_records["fitres.metrics"].pop("along"), INCOMPLETE),
     "long along": (saying("along", "[1.0, 2.0]"), INCOMPLETE),
     "infinite along": (saying("along", "[1" + 400 * "0" + "]"), "not finite"),
@@ -423,23 +423,23 @@ VEILED = {
 
 
 @pytest.fixture(scope="module")
-def unveiled():
+def bad_numbers_run():
     """A run in which client 2 sends all of them, one a round."""
-    return veiled(evil=[evil for evil, _ in VEILED.values()], algorithm="fedagg", rounds=len(VEILED) + 2)
+    return secure_run(evil=[evil for evil, _ in BAD_NUMBERS.values()], algorithm="fedagg", rounds=len(BAD_NUMBERS) + 2)
 
 
-@pytest.mark.parametrize("kind", VEILED)
-def test_under_secure_aggregation_a_number_that_cannot_be_skips_the_round(unveiled, kind):
-    number = 1 + list(VEILED).index(kind)
-    assert unveiled.book.history[number]["unchanged"]
-    assert unveiled.about[number]["left_out"] == {"2": VEILED[kind][1]}
+@pytest.mark.parametrize("kind", BAD_NUMBERS)
+def test_under_secure_aggregation_a_number_that_cannot_be_skips_the_round(bad_numbers_run, kind):
+    number = 1 + list(BAD_NUMBERS).index(kind)
+    assert bad_numbers_run.book.history[number]["unchanged"]
+    assert bad_numbers_run.about[number]["left_out"] == {"2": BAD_NUMBERS[kind][1]}
 
 
-def test_under_secure_aggregation_rounds_after_a_skipped_one_count(unveiled):
-    first, *_, last = unveiled.book.history
+def test_under_secure_aggregation_rounds_after_a_skipped_one_count(bad_numbers_run):
+    first, *_, last = bad_numbers_run.book.history
     assert not first.get("unchanged", False)
     assert not last.get("unchanged", False)
-    assert unveiled.about[-1]["clients"] == [0, 1, 2, 3]
+    assert bad_numbers_run.about[-1]["clients"] == [0, 1, 2, 3]
 
 
 def test_under_secure_aggregation_an_answer_that_flower_cannot_read_skips_the_round():
@@ -447,7 +447,7 @@ def test_under_secure_aggregation_an_answer_that_flower_cannot_read_skips_the_ro
         reply.content.config_records.pop("fitres.metrics", None)
         return [reply]
 
-    strategy = veiled(tamper=spoil(2, how), algorithm="fedagg")
+    strategy = secure_run(tamper=spoil(2, how), algorithm="fedagg")
     assert [row.get("unchanged", False) for row in strategy.book.history] == [False, True, False]
     assert strategy.about[1]["left_out"] == {str(k): "secure aggregation broke off: KeyError" for k in range(NODES)}
 
@@ -457,7 +457,7 @@ def test_under_secure_aggregation_an_answer_that_flower_cannot_read_skips_the_ro
 )
 def test_secure_aggregation_refuses_methods_that_need_more_than_sums(changes):
     with pytest.raises(SettingError, match=r"^secure = True: .*fedgh"):
-        veiled("lenet5", **changes)
+        secure_run("lenet5", **changes)
 
 
 def few(context):

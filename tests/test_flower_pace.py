@@ -105,21 +105,21 @@ def test_a_node_that_never_answers_in_time_is_given_half_and_then_what_fits(cloc
 
 def test_a_node_that_gets_quicker_is_given_more(clock):
     pace = Pace(5, 100.0, 1.0, {1003: 3}.get, {3: 40.0})
-    pace.out["q"] = (3, 2, clock.now - 2.0)
-    pace.heard("q", failed=False)
+    pace.pending["q"] = (3, 2, clock.now - 2.0)
+    pace.note_answer("q", failed=False)
     assert pace.allot([3]) == {3: 3}  # 20.5 seconds an epoch, of 80
-    pace.out["q"] = (3, 3, clock.now - 3.0)
-    pace.heard("q", failed=False)
+    pace.pending["q"] = (3, 3, clock.now - 3.0)
+    pace.note_answer("q", failed=False)
     assert pace.allot([3]) == {3: 5}
 
 
 def test_of_an_error_the_seconds_say_nothing_unless_time_was_over(clock):
     pace = Pace(4, 100.0, 1.0, {1003: 3}.get)
-    pace.out["q"] = (3, 4, clock.now - 1.0)
-    pace.heard("q", failed=True)
+    pace.pending["q"] = (3, 4, clock.now - 1.0)
+    pace.note_answer("q", failed=True)
     assert pace.allot([3]) == {}
-    pace.out["q"] = (3, 4, clock.now - 100.0)
-    pace.heard("q", failed=True)
+    pace.pending["q"] = (3, 4, clock.now - 100.0)
+    pace.note_answer("q", failed=True)
     assert pace.allot([3]) == {3: 1}  # 50 seconds an epoch, of 80
 
 

@@ -368,10 +368,10 @@ def test_under_privacy_a_round_does_not_tell_who_answered():
 def test_noise_goes_with_secure_aggregation(method):
     """The sum is that of the clipped updates, as without masks; all that leaves a node is masked, but for its test results."""
     clear, _ = private(Privacy(CLIP, 1e-9), algorithm=method)
-    veiled, grid = private(Privacy(CLIP, 1e-9), algorithm=method, secure=True)
+    secure, grid = private(Privacy(CLIP, 1e-9), algorithm=method, secure=True)
     gone = (clear.server.model.w - clear.layout.pack(model()).w).norm()
-    assert (veiled.server.model.w - clear.server.model.w).norm() < 1e-4 * gone
-    assert [row["epsilon"] for row in veiled.book.history] == [row["epsilon"] for row in clear.book.history]
+    assert (secure.server.model.w - clear.server.model.w).norm() < 1e-4 * gone
+    assert [row["epsilon"] for row in secure.book.history] == [row["epsilon"] for row in clear.book.history]
     for message, _ in grid.received:
         if trains(message):
             told = {name: dict(record) for name, record in message.content.config_records.items() if len(record)}

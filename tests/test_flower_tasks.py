@@ -120,7 +120,7 @@ def test_a_federation_ends_where_the_simulator_does(task, secure, tmp_path):
     strategy, _ = federated(task, out=tmp_path, secure=secure, test_apart=True, **method)
     alone = simulated(task, **method)
     w = strategy.layout.pack(alone.model).w
-    assert torch.allclose(strategy.server.shown.w, w, rtol=1e-5, atol=1e-5 if not secure else 1e-3)
+    assert torch.allclose(strategy.server.reported_model.w, w, rtol=1e-5, atol=1e-5 if not secure else 1e-3)
     assert (w - strategy.layout.pack(model(task)).w).norm() > 0.01
     near = {"rel": 5e-4} if not secure else {"rel": 0.02}  # masked numbers are rounded; a perplexity is the exponential of a loss
     for here, there in zip(strategy.book.history, alone.history, strict=True):
@@ -231,7 +231,7 @@ def test_a_node_without_the_metric_does_not_join():
     strategy.members.refresh(HereGrid(client_app(lambda: model("regression"), nodes("regression")), NODES))
     assert set(strategy.members.failed.values()) == {"setting metric"}
     with pytest.raises(SettingError, match=r"metric = 'rmse': .*client_app\(metric=\.\.\.\)"):
-        scores.asked({"task": "regression", "metrics": ["rmse"]}, within_one)
+        scores.message_task({"task": "regression", "metrics": ["rmse"]}, within_one)
 
 
 def failing(sums):

@@ -256,7 +256,7 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.allclose(both(Dataset.of(path, target="kind", features="image")), both(Dataset.of((X, Y))))
     path.write_bytes(b"PAR1")
     refused("cannot be read as Parquet", path, target="kind")
-    monkeypatch.setattr("fedagg.data.of.find_spec", lambda name: None)
+    monkeypatch.setattr("fedagg.data.readers.find_spec", lambda name: None)
     refused("pip install pyarrow", path, target="kind")
 
 
@@ -313,7 +313,7 @@ def test_a_folder_of_images_by_class(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "grey" / "cat" / "odd.png").write_bytes(b"no picture")
     refused("cannot be read as an image", tmp_path / "grey")
     refused("has no images", tmp_path / "grey" / "dog")
-    monkeypatch.setattr("fedagg.data.of.find_spec", lambda name: None)
+    monkeypatch.setattr("fedagg.data.readers.find_spec", lambda name: None)
     refused("pip install Pillow", tmp_path / "grey")
 
 
@@ -404,7 +404,7 @@ def test_parts_in_every_form() -> None:
     numbers = np.unique(WHO, return_inverse=True)[1]
     for form in [*forms, numbers, torch.tensor(numbers)]:
         assert [np.asarray(part).tolist() for part in checks.indices(form, data)] == [part.tolist() for part in parts]
-        assert checks.given(data, None, form) == {"dataset": "custom", "partition": "custom", "clients": 3}
+        assert checks.describe_arguments(data, None, form) == {"dataset": "custom", "partition": "custom", "clients": 3}
     assert fedagg.run(data=data, parts=WHO, **SHORT).config.clients == 3
     for wrong in (WHO[:5], 3, {}, "ann"):
         with pytest.raises(SettingError, match="parts"):

@@ -364,7 +364,7 @@ def test_any_bytes_as_a_checkpoint(place: Path, tensors: bytes, facts: bytes | N
     checkpoint.save(folder, Checkpoint(1, {"w": torch.zeros(1)}, {}))
     known: dict[str, Any] = {"round": 2, "sha256": [checkpoint.hashlib.sha256(tensors).hexdigest() if sealed else ""]}
     (folder / "round-000002.0.safetensors").write_bytes(tensors)
-    (folder / "round-000002.json").write_bytes(facts or json.dumps({**known, "self": checkpoint.seal(known)}).encode())
+    (folder / "round-000002.json").write_bytes(facts or json.dumps({**known, "self": checkpoint.facts_checksum(known)}).encode())
     with calm("checkpoints"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = checkpoint.latest(folder)
@@ -403,7 +403,7 @@ def test_resuming_from_anything(
     folder = place / "resumed"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(run, folder)
-    path = checkpoint.saved(folder / "checkpoints")[-1]
+    path = checkpoint.list_files(folder / "checkpoints")[-1]
     found = checkpoint.load(path)
     sums = []
     for part, old in enumerate([found.tensors, *found.parts]):
@@ -414,7 +414,7 @@ def test_resuming_from_anything(
         path.with_suffix(f".{part}.safetensors").write_bytes(packed)
         sums.append(checkpoint.hashlib.sha256(packed).hexdigest())
     known = {**found.facts, "sha256": sums, **facts}
-    path.write_text(json.dumps({**known, "self": checkpoint.seal(known)}))
+    path.write_text(json.dumps({**known, "self": checkpoint.facts_checksum(known)}))
     if record is not None:
         (folder / "metrics.jsonl").write_bytes(record)
     with calm("resumed"), warnings.catch_warnings():

@@ -305,8 +305,8 @@ def test_curves_say_which_data_they_are_of(tmp_path: Path) -> None:
     names = data_of(page.write([tmp_path / "held"], tmp_path / "r.html").read_text())["groups"][0]["names"]
     assert (names["accuracy"], names["loss"]) == ("validation accuracy (%)", "validation loss")
     both = [fedagg.Config(), fedagg.Config(validation=0.2)]
-    assert runs.measured("accuracy", both[:1]) == "test accuracy"
-    assert runs.measured("accuracy", both) == "accuracy"
+    assert runs.metric_name("accuracy", both[:1]) == "test accuracy"
+    assert runs.metric_name("accuracy", both) == "accuracy"
 
 
 def test_the_numbers_of_the_page(html: str, folder: Path) -> None:
@@ -420,7 +420,9 @@ def test_a_report_of_a_grid(tmp_path: Path) -> None:
 
 
 def test_a_column_of_words_is_set_as_words() -> None:
-    made = tables.html("", ["method", "loss", "setting"], [[tables.plain("FedAgg"), ("0.5", 0.5, False), tables.plain("mnist")]])
+    made = tables.html(
+        "", ["method", "loss", "setting"], [[tables.text_cell("FedAgg"), ("0.5", 0.5, False), tables.text_cell("mnist")]]
+    )
     assert made.count("<td class=number") == made.count("class=number><button") == 1
 
 

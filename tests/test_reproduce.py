@@ -18,7 +18,7 @@ from torch import nn
 
 import fedagg
 from fedagg.cli import main
-from fedagg.cli.reproduce import chosen
+from fedagg.cli.reproduce import choose_specs
 from fedagg.config import Config
 from fedagg.errors import FedaggError, SettingError
 from fedagg.reproduce import figures, formats, grid, paper, results, running, table, tuned
@@ -186,13 +186,13 @@ def test_a_specification_that_is_none(tmp_path: Path) -> None:
 
 
 def test_rows_of_all_are_taken_where_they_are() -> None:
-    found = {spec.name: rows for spec, rows in chosen("all", ["cifar10-cnn", "vgg11"])}
+    found = {spec.name: rows for spec, rows in choose_specs("all", ["cifar10-cnn", "vgg11"])}
     assert found["table-accuracy"] == ["cifar10-cnn"]
     assert found["table-architectures"] == ["vgg11"]
     assert "fig-alpha" not in found  # MNIST only
-    assert len(chosen("all", None)) == len(grid.names()) == 8
+    assert len(choose_specs("all", None)) == len(grid.names()) == 8
     with pytest.raises(SettingError, match="rows = 'vgg12'"):
-        chosen("all", ["vgg12"])
+        choose_specs("all", ["vgg12"])
 
 
 # --- results
@@ -288,7 +288,7 @@ def test_every_result_is_asked_for_by_some_grid() -> None:
             if spec.tuning is not None:
                 # Settings may be chosen with one seed, and with short runs first.
                 once = [grid.narrow(spec, seeds=1, tuning_seeds=spec.tuning.seeds[:1], halving=short) for short in (False, True)]
-                cells = itertools.chain.from_iterable(tuned.finals(each, tuned.tried(ROOT / "results")) for each in once)
+                cells = itertools.chain.from_iterable(tuned.finals(each, tuned.trial_store(ROOT / "results")) for each in once)
             else:
                 cells = grid.cells(grid.narrow(spec, methods=methods, participation=[0.2, 1.0], seeds=1))
             for cell in cells:

@@ -124,7 +124,7 @@ def test_folders_that_cannot_be_loaded(run: fedagg.Result, tmp_path: Path) -> No
 def test_an_earlier_folder_is_read_by_way_of_its_data(run: fedagg.Result, tmp_path: Path) -> None:
     """It does not say what samples are like, and the data set does."""
     kept = loading.runs.load(run.run or tmp_path)
-    assert loading.rebuilt(kept.config, None, kept.folder).state_dict().keys() == run.model.state_dict().keys()
+    assert loading.rebuild_network(kept.config, None, kept.folder).state_dict().keys() == run.model.state_dict().keys()
 
 
 # Showing.

@@ -80,7 +80,7 @@ def test_every_point_of_the_published_grids_can_be_run(tmp_path: Path) -> None:
     cells = list(tuned.trials(spec, Store(tmp_path), short=False))
     assert len(cells) == 18 * 24  # FedBABU does not apply
     assert {(cell.config.validation, cell.config.seed, cell.config.eval_every) for cell in cells} == {(0.1, 7, 30)}
-    (few,) = tuned.places(grid.narrow(grid.load("table-tuned"), rows=["cifar10-cnn-500"]))
+    (few,) = tuned.table_settings(grid.narrow(grid.load("table-tuned"), rows=["cifar10-cnn-500"]))
     assert few[1] == 0.02
 
 

@@ -47,19 +47,19 @@ def ask(server: Server, path: str, host: str = "", method: str = "GET") -> tuple
 
 def test_a_growing_file_is_read_from_where_it_was_left(tmp_path: Path) -> None:
     path, lines = tmp_path / "metrics.jsonl", runs.Lines()
-    assert lines(path, runs.a_round) == []
+    assert lines(path, runs.is_round) == []
     path.write_text('{"round": 1}\n{"rou')
-    assert lines(path, runs.a_round) == [{"round": 1}]
+    assert lines(path, runs.is_round) == [{"round": 1}]
     path.write_text('{"rOUND": 1}\n{"round": 2}\n')  # what was read is not looked at again, but for its last line
     with pytest.raises(FedaggError, match="line 1 is damaged"):
-        lines(path, runs.a_round)
+        lines(path, runs.is_round)
     path.write_text('{"round": 1}\n{"round": 2}\n')
-    first = lines(path, runs.a_round)
+    first = lines(path, runs.is_round)
     path.write_text('{"rOUND": 1}\n{"round": 2}\n{"round": 3}\n')
-    assert lines(path, runs.a_round) == [{"round": 1}, {"round": 2}, {"round": 3}]
+    assert lines(path, runs.is_round) == [{"round": 1}, {"round": 2}, {"round": 3}]
     assert len(first) == 2
     path.write_text('{"round": 1}\n{"round": 2, "loss": 1.5}\n')  # a run that went on from a checkpoint
-    assert lines(path, runs.a_round) == [{"round": 1}, {"round": 2, "loss": 1.5}]
+    assert lines(path, runs.is_round) == [{"round": 1}, {"round": 2, "loss": 1.5}]
 
 
 def test_what_is_said_of_a_run(run: Growing) -> None:
@@ -89,9 +89,9 @@ def test_what_is_said_of_a_run(run: Growing) -> None:
 
 
 def test_looking_does_not_keep_a_run_out(tmp_path: Path) -> None:
-    assert files.claimed(tmp_path) is False
+    assert files.is_claimed(tmp_path) is False
     held = files.Claim(tmp_path, "out")
-    assert files.claimed(tmp_path) is True
+    assert files.is_claimed(tmp_path) is True
     with pytest.raises(SettingError, match="in use by another process"):
         files.Claim(tmp_path, "out")
     held.release()

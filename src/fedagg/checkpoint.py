@@ -42,15 +42,15 @@ def save(folder: Path, checkpoint: Checkpoint) -> None:
         files.write(folder / f"{stem}.{part}.safetensors", packed)
         sums.append(hashlib.sha256(packed).hexdigest())
     facts = {**checkpoint.facts, "format": formats.FORMAT, "round": checkpoint.round, "sha256": sums}
-    facts["self"] = seal(facts)
+    facts["self"] = facts_checksum(facts)
     files.write(folder / f"{stem}.json", json.dumps(facts))
-    forget(folder, keep=saved(folder)[-KEEP:])
+    remove_others(folder, keep=list_files(folder)[-KEEP:])
 
 
 def latest(folder: Path) -> Checkpoint | None:
     """The newest complete checkpoint. Incomplete ones are named in a warning and removed."""
     damaged = False
-    for path in reversed(saved(folder)):
+    for path in reversed(list_files(folder)):
         try:
             found = load(path)
         except FedaggError:  # from a newer version: complete, so do not remove it
@@ -61,7 +61,7 @@ def latest(folder: Path) -> Checkpoint | None:
             warnings.warn(text, FedaggWarning, stacklevel=2)
             damaged = True
             continue
-        forget(folder, keep=[p for p in saved(folder) if order(p) <= order(path)])
+        remove_others(folder, keep=[p for p in list_files(folder) if order(p) <= order(path)])
         return found
     if damaged:
         warnings.warn(f"no whole checkpoint is left in {folder}; the run starts from its first round", FedaggWarning, 2)
@@ -73,7 +73,7 @@ def load(path: Path) -> Checkpoint:
     if type(facts.get("format")) is int:  # checked before the checksum, which newer versions may compute differently
         formats.check(facts["format"], path)
     parts = [path.with_suffix(f".{part}.safetensors") for part in range(len(facts["sha256"]))]
-    if facts.pop("self") != seal(facts) or [checksum(part) for part in parts] != facts["sha256"]:
+    if facts.pop("self") != facts_checksum(facts) or [checksum(part) for part in parts] != facts["sha256"]:
         raise ValueError("its checksum does not match")
     counts = [facts[name] for name in ("round", "format", "metrics.jsonl", "clients.jsonl") if name in facts or name == "round"]
     if any(type(count) is not int or count < 0 for count in counts):
@@ -89,7 +89,7 @@ def load(path: Path) -> Checkpoint:
 
 def identity(folder: Path) -> dict[str, str]:
     """What the run was given, from the newest readable checkpoint. Nothing is checked or removed: the run may still be going."""
-    for path in reversed(saved(folder)):
+    for path in reversed(list_files(folder)):
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             return dict(json.loads(path.read_text(encoding="utf-8"))["identity"])
     return {}
@@ -100,7 +100,7 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def saved(folder: Path) -> list[Path]:
+def list_files(folder: Path) -> list[Path]:
     """The JSON files, oldest round first."""
     return sorted(folder.glob("round-*.json"), key=order)
 
@@ -110,7 +110,7 @@ def order(path: Path) -> tuple[int, str]:
     return len(path.name), path.name
 
 
-def forget(folder: Path, keep: list[Path]) -> None:
+def remove_others(folder: Path, keep: list[Path]) -> None:
     """Remove all other checkpoints, JSON first, and tensors that a killed process left without their JSON."""
     stay = {path.stem for path in keep}
     for suffix in (".json", ".safetensors"):
@@ -120,11 +120,11 @@ def forget(folder: Path, keep: list[Path]) -> None:
                     path.unlink()
 
 
-def seal(facts: dict[str, Any]) -> str:
+def facts_checksum(facts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def same_form(now: dict[str, Tensor], before: dict[str, Tensor]) -> None:
+def check_form(now: dict[str, Tensor], before: dict[str, Tensor]) -> None:
     """Check that the checkpoint has every tensor of a fresh run, with the same shape and type."""
     for name, tensor in now.items():
         held = before.get(name)

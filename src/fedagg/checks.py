@@ -17,7 +17,7 @@ from fedagg.algorithms.base import LR, REGISTRY, Algorithm
 from fedagg.config import FROM_PYTHON, Config, make, read, resolve
 from fedagg.data import Dataset
 from fedagg.errors import SettingError, first_line
-from fedagg.flat import copied
+from fedagg.flat import copy_module
 from fedagg.formats import check_run
 from fedagg.options import declared
 from fedagg.registry import origin
@@ -42,7 +42,7 @@ def samples(data: Any, parts: Any, config: Config | None, settings: dict[str, An
     return made
 
 
-def given(data: Dataset | None, model: nn.Module | None, parts: Any) -> dict[str, Any]:
+def describe_arguments(data: Dataset | None, model: nn.Module | None, parts: Any) -> dict[str, Any]:
     """What the configuration records about arguments that are not settings."""
     known: dict[str, Any] = {}
     if data is not None:
@@ -84,10 +84,10 @@ def ids(parts: Any) -> np.ndarray[Any, Any] | None:
     return row if row.ndim == 1 and len(row) > 0 and row.dtype.kind in "iuUS" else None
 
 
-def own(model: nn.Module) -> nn.Module:
+def copy_model(model: nn.Module) -> nn.Module:
     """A copy of the module, so that the user's own is not changed."""
     try:
-        return copied(model)
+        return copy_module(model)
     except Exception as error:  # from anything in it that is not a tensor
         words = f"cannot be copied, and every client trains a copy: {first_line(error)}; keep such things out of the module"
     raise SettingError("model", type(model).__name__, words)
@@ -113,7 +113,7 @@ def method(algorithm: Algorithm | str | None, settings: dict[str, Any]) -> Algor
     return None
 
 
-def told(algorithm: Algorithm) -> dict[str, Any]:
+def describe_algorithm(algorithm: Algorithm) -> dict[str, Any]:
     """The name and options that the configuration records for an algorithm given as an object."""
     kind = type(algorithm)
     name = kind.name if REGISTRY.get(kind.name) is kind else origin(kind)
@@ -121,7 +121,7 @@ def told(algorithm: Algorithm) -> dict[str, Any]:
     return {"algorithm": name, "variant": "default"} | rate | {name: getattr(algorithm, name) for name in declared(kind)}
 
 
-def recorded(folder: Path, given: dict[str, Any], algorithm: Algorithm | None) -> Config:
+def recorded_config(folder: Path, given: dict[str, Any], algorithm: Algorithm | None) -> Config:
     """The settings of the run to resume. What it was given from Python has to be given again."""
     if not (folder / "config.toml").is_file():
         raise SettingError("resume", str(folder), "is not a run folder: it has no config.toml")
@@ -133,7 +133,7 @@ def recorded(folder: Path, given: dict[str, Any], algorithm: Algorithm | None) -
     return config
 
 
-def agreed(
+def merge_config(
     config: Config | None,
     given: dict[str, Any],
     preset: str | None,
@@ -142,7 +142,7 @@ def agreed(
 ) -> Config:
     """The configuration from all arguments. A setting that contradicts another argument is an error."""
     kind = None if algorithm is None else type(algorithm)
-    given = given if algorithm is None else given | told(algorithm)
+    given = given if algorithm is None else given | describe_algorithm(algorithm)
     for name, value in given.items():
         if settings.get(name) not in (None, value):
             raise SettingError(name, settings[name], f"what was given from Python is {value!r}; leave the setting out")
@@ -160,7 +160,7 @@ def agreed(
     return config.changed_to(changes, kind) if changes else config
 
 
-def followers(callbacks: Any) -> None:
+def check_callbacks(callbacks: Any) -> None:
     """Refuse objects that are not callbacks: otherwise the mistake shows after all the work, or never."""
     if not isinstance(callbacks, Sequence):
         raise SettingError("callbacks", type(callbacks).__name__, "give a list, also of one")
@@ -186,8 +186,8 @@ def indices(parts: Any, data: Dataset) -> Sequence[Any]:
             rows = np.zeros(0)
         if rows.dtype == bool and rows.shape == (len(data),):
             rows = np.flatnonzero(rows)
-        whole = np.issubdtype(rows.dtype, np.integer) and rows.ndim == 1 and len(rows) > 0
-        if not whole or rows.min() < 0 or rows.max() >= len(data):
+        are_indices = np.issubdtype(rows.dtype, np.integer) and rows.ndim == 1 and len(rows) > 0
+        if not are_indices or rows.min() < 0 or rows.max() >= len(data):
             words = f"give at least one index from 0 to {len(data) - 1}, whole numbers, or a mask of {len(data)}"
             raise SettingError("parts", f"client {client}", words)
         if len(rows) == len(data) > 2 and rows.max() <= 1:
@@ -196,7 +196,7 @@ def indices(parts: Any, data: Dataset) -> Sequence[Any]:
     return checked
 
 
-def images(augment: str, data: Dataset) -> None:
+def check_images(augment: str, data: Dataset) -> None:
     """Refuse augmentation for samples that cannot be shifted and mirrored."""
     if len(data.shape) != 3:
         raise SettingError("augment", augment, f"needs images; samples of {data.name} have the shape {data.shape}")
@@ -205,11 +205,11 @@ def images(augment: str, data: Dataset) -> None:
         raise SettingError("augment", augment, words)
 
 
-def fits(config: Config, algorithm: Algorithm, task: Task) -> None:
+def check_task(config: Config, algorithm: Algorithm, task: Task) -> None:
     """Refuse a method that cannot learn this task, and scores per client that need labels where the task has none."""
     if task.name == CLASSIFICATION.name:
         return
-    learns(config, algorithm, task)
+    check_method(config, algorithm, task)
     asked = [f"--{name.replace('_', '-')}" for name in ("per_client", "personal") if getattr(config, name)]
     asked += [config.method] if type(algorithm).personalised is not Algorithm.personalised else []
     if asked and not config.client_test:
@@ -219,7 +219,7 @@ def fits(config: Config, algorithm: Algorithm, task: Task) -> None:
         raise SettingError("client_test", config.client_test, words)
 
 
-def learns(config: Config, algorithm: Algorithm, task: Task) -> None:
+def check_method(config: Config, algorithm: Algorithm, task: Task) -> None:
     """Refuse a method that cannot learn this task."""
     if algorithm.labels and task.name != CLASSIFICATION.name:
         raise SettingError("algorithm", config.method, f"looks at class labels, and the task is {task.name}; choose another method")
@@ -243,7 +243,7 @@ def try_out(
         if parameter.requires_grad and parameter.dtype != torch.float32:
             raise wrong(f"{name} is {str(parameter.dtype)[6:]}, and weights are trained in float32; give model.float()")
     x, y = data.x_train[:2].to(device, copy=True), data.y_train[:2].to(device, copy=True)
-    probe = copied(module).to(device).train()
+    probe = copy_module(module).to(device).train()
     with seeding.seeded_global(0, device):
         try:
             output = probe(x)

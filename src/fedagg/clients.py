@@ -125,7 +125,7 @@ class Clients:
     outcome: Outcome | None = None
     rehearsed: Outcome | None = None  # of the last rehearsal
 
-    open: ClassVar[bool] = True  # does a client report its own numbers beside its update?
+    reports_numbers: ClassVar[bool] = True  # does a client report its own numbers beside its update?
 
     @property
     def epochs(self) -> int:
@@ -137,7 +137,7 @@ class Clients:
         return sum(self.local.steps(len(self.samples(i))) for i in self.ids) / len(self.ids)
 
     @property
-    def reach(self) -> float:
+    def effective_steps(self) -> float:
         """S again, with steps as long as momentum makes them."""
         each = torch.tensor([float(self.local.steps(len(self.samples(i)))) for i in self.ids], dtype=torch.float64)
         return float((each * self.local.gains(each).mean(1)).sum()) / len(self.ids)
@@ -195,8 +195,8 @@ class Clients:
         usual = max(self.yardstick.length, SMALL_STEP * float(torch.linalg.vector_norm(model.w)))
         causes = judge(lengths, [bool(fit) for fit in gathered.column("fits")], usual, self.drop)
         self.left_out.update({j.client: why for j, why in zip(gathered.jobs, causes, strict=True) if why})
-        told = map(ClientReport, *(gathered.column(name) for name in ClientReport._fields))
-        self.reported = dict(zip((job.client for job in gathered.jobs), told, strict=True))
+        reports = map(ClientReport, *(gathered.column(name) for name in ClientReport._fields))
+        self.reported = dict(zip((job.client for job in gathered.jobs), reports, strict=True))
         self.bytes_down += len(self.ids) * wire.down(work, model, self.downlink.bits)
         self.bytes_up += len(gathered.jobs) * wire.up(work, model, self.epochs, gathered.represented())
         valid = [why is None for why in causes]

@@ -21,7 +21,7 @@ from fedagg import checks, files, plots, plugins, record, runs, scores, sheets, 
 from fedagg.config import Config, make, read, resolve_each
 from fedagg.data import Dataset
 from fedagg.errors import FedaggError, MissingError, SettingError, first_line
-from fedagg.federation import Callback, build_model, chosen_data, counted
+from fedagg.federation import Callback, build_model, chosen_data, with_client_count
 from fedagg.formats import check_run
 from fedagg.measure import ACCURACY, Measure
 from fedagg.reproduce import running
@@ -64,8 +64,8 @@ class Comparison:
     def standings(self) -> list[Standing]:
         """One row per method: mean and deviation over its seeds, and the difference from the first method, seed by seed.
         Interrupted runs do not count."""
-        whole = {method: [score(r) for r in group if not r.interrupted] for method, group in self.groups.items()}
-        return scores.standings(whole, self.target)
+        complete = {method: [score(r) for r in group if not r.interrupted] for method, group in self.groups.items()}
+        return scores.standings(complete, self.target)
 
     @property
     def metric(self) -> Measure:
@@ -85,9 +85,9 @@ class Comparison:
 
     def figure(self) -> Figure:
         # An interrupted run would shorten the mean curve of its method.
-        whole = {m: [r.history for r in group if not r.interrupted] or [group[0].history] for m, group in self.groups.items()}
-        what = runs.measured(self.metric.label, [r.config for r in self.results])
-        return plots.score_figure(whole, self.title, what, self.metric)
+        complete = {m: [r.history for r in group if not r.interrupted] or [group[0].history] for m, group in self.groups.items()}
+        what = runs.metric_name(self.metric.label, [r.config for r in self.results])
+        return plots.score_figure(complete, self.title, what, self.metric)
 
     def plot(self, path: str | Path | None = None) -> Path | Figure:
         """The curves, one line per method with a band of one deviation: as a file, or without a path as a matplotlib figure."""
@@ -186,9 +186,9 @@ def compare(
     if isinstance(metric, str):
         settings["metric"], metric = metric, None
     data = checks.samples(data, None, None, settings)
-    settings |= checks.given(data, model, None)
+    settings |= checks.describe_arguments(data, model, None)
     names = methods.split(",") if isinstance(methods, str) else list(methods)
-    configs, given = planned(names, settings, None, preset, seeds, data)
+    configs, given = plan_runs(names, settings, None, preset, seeds, data)
     mine = [word for word, thing in (("data", data), ("model", model)) if thing is not None]
     mine += [word for word, thing in (("loss", loss), ("metric", metric)) if thing is not None]
     jobs = running.processes(jobs, len(configs))
@@ -198,7 +198,7 @@ def compare(
         raise SettingError("track", track, "needs a folder for the runs; give out=...")
     given_too: dict[str, Any] = {"model": model, "loss": loss, "metric": metric}
     if folder is None and jobs == 1:
-        for config in once(configs):
+        for config in first_seeds(configs):
             check(config, given, **given_too)
         return in_turn(configs, lambda config: fedagg.run(config, data=given, **given_too, progress=False), target)
     with tempfile.TemporaryDirectory() if folder is None else nullcontext(folder) as place:
@@ -206,7 +206,7 @@ def compare(
         return found if folder is not None else replace(found, results=[replace(one, run=None) for one in found.results])
 
 
-def planned(
+def plan_runs(
     names: Sequence[str],
     settings: Mapping[str, Any],
     file: Path | None,
@@ -222,11 +222,11 @@ def planned(
         raise SettingError("seeds", seeds, "run every method with at least one")
     named = resolve_each(names, settings, file, preset)
     given = data or chosen_data(named[0])
-    first = list({config.method: counted(config, given) for config in named}.values())
+    first = list({config.method: with_client_count(config, given) for config in named}.values())
     return [config.changed(seed=config.seed + k) if k else config for k in range(seeds) for config in first], given
 
 
-def once(configs: Sequence[Config]) -> list[Config]:
+def first_seeds(configs: Sequence[Config]) -> list[Config]:
     """Every method with its first seed only."""
     found: dict[str, Config] = {}
     for config in configs:
@@ -259,15 +259,15 @@ def carry_out(
     """Make the runs, each in its own folder. Runs that are already finished there are not repeated."""
     if (folder / "config.toml").exists():
         raise SettingError("out", str(folder), "is the folder of one run; choose another, which gets a folder for each method")
-    several = len(configs) > len(once(configs))
-    places = {config: folder / place(config, several) for config in configs}
+    several = len(configs) > len(first_seeds(configs))
+    places = {config: folder / folder_name(config, several) for config in configs}
     for config, own in places.items():
-        same(own, config, folder)
-    done = {config: finished(own, given, model) for config, own in places.items()}
-    for config in once(configs):
+        check_folder(own, config, folder)
+    done = {config: finished_result(own, given, model) for config, own in places.items()}
+    for config in first_seeds(configs):
         if done[config] is None:
             check(config, given, model, loss, metric)
-    for name in followed(track):
+    for name in tracker_names(track):
         trackers.TRACKERS.find(name)
     files.folder(folder)
     # Checked before anything runs: of several processes under torchrun, the first soon writes these folders.
@@ -278,7 +278,7 @@ def carry_out(
             return before
         own = places[config]
         new, old = (None, own) if config in begun else (own, None)
-        follow = [trackers.make(name, own) for name in followed(track)]
+        follow = [trackers.make(name, own) for name in tracker_names(track)]
         with watch.one(own.name) as callbacks:
             own_too: dict[str, Any] = {"model": model, "loss": loss, "metric": metric}
             return fedagg.run(config, data=given, out=new, resume=old, callbacks=[*follow, *callbacks], **own_too, progress=False)
@@ -293,25 +293,27 @@ def carry_out(
             tell(ended)
             if ended.status == "failed":
                 raise FedaggError(ended.message)
-    results = [result for config, own in places.items() if (result := done[config] or finished(own, given, model)) is not None]
+    results = [
+        result for config, own in places.items() if (result := done[config] or finished_result(own, given, model)) is not None
+    ]
     return Comparison(results, target, interrupted=len(results) < len(configs))
 
 
-def followed(track: str | None) -> list[str]:
+def tracker_names(track: str | None) -> list[str]:
     return [name.strip() for name in (track or "").split(",") if name.strip()]
 
 
-def place(config: Config, several: bool) -> str:
+def folder_name(config: Config, several: bool) -> str:
     return f"{config.method}-seed{config.seed}" if several else config.method
 
 
 def in_folder(cell: Cell, store: Store, stop: Stop, several: bool, track: str) -> CellResult:
     """Make one of the runs, in its own process."""
-    config, folder = cell.config, store.folder / place(cell.config, several)
+    config, folder = cell.config, store.folder / folder_name(cell.config, several)
     try:
         plugins.load(config.plugin)
         begun = (folder / "config.toml").exists()
-        follow = [*(trackers.make(name, folder) for name in followed(track)), stop]
+        follow = [*(trackers.make(name, folder) for name in tracker_names(track)), stop]
         given = running.data_of(config)
         new, old = (None, folder) if begun else (folder, None)
         result = fedagg.run(config, data=given, out=new, resume=old, callbacks=follow, progress=False)
@@ -323,7 +325,7 @@ def in_folder(cell: Cell, store: Store, stop: Stop, several: bool, track: str) -
     return CellResult(cell, "stopped" if result.interrupted else "done", result.seconds, result.metric.shown(result.score))
 
 
-def same(place: Path, config: Config, folder: Path) -> None:
+def check_folder(place: Path, config: Config, folder: Path) -> None:
     """Refuse a folder that holds another run of the method. As with `--resume`, where it runs may change; its rounds may not."""
     if not (place / "config.toml").exists():
         return
@@ -364,9 +366,9 @@ def check(
         fedagg.run(alone, data=given, model=model, loss=loss, metric=metric, callbacks=[Stopper()], progress=False)
 
 
-def finished(folder: Path, given: Dataset, model: nn.Module | None = None) -> Result | None:
+def finished_result(folder: Path, given: Dataset, model: nn.Module | None = None) -> Result | None:
     """The result in a run folder, if that run is finished."""
-    facts = runs.whole(folder / "result.json")
+    facts = runs.read_json(folder / "result.json")
     if facts.get("interrupted") or not facts:
         return None
     run = runs.load(folder)
@@ -375,8 +377,8 @@ def finished(folder: Path, given: Dataset, model: nn.Module | None = None) -> Re
     rounds = facts.get("rounds") if facts.get("stopped") else run.config.rounds
     if not facts.get("rounds") == len(run.history) == rounds:  # it was resumed afterwards for more rounds
         return None
-    module = build_model(run.config, given) if model is None else checks.own(model)
-    trained = runs.trained(module, folder / "model.safetensors")
+    module = build_model(run.config, given) if model is None else checks.copy_model(model)
+    trained = runs.load_weights(module, folder / "model.safetensors")
     score, best, loss, seconds = (math.nan if facts[key] is None else facts[key] for key in numbers(run.metric))
     about: dict[str, Any] = {"run": folder, "metric": run.metric, "timing": facts.get("timing") or {}}
     result = Result(run.config, run.history, trained, score, best, loss, seconds, **about)

@@ -94,7 +94,7 @@ class Config(Settings):
     @field_validator("plugin", mode="before")
     @classmethod
     def listed(cls, given: Any) -> Any:
-        return plugins.named(given)
+        return plugins.parse_names(given)
 
     @model_validator(mode="before")
     @classmethod
@@ -261,27 +261,27 @@ def make(settings: Mapping[str, Any], recorded: bool = False, method: type | Non
     """A configuration from separate settings, or a one-line error. A `recorded` one comes from an earlier run, whose method may be
     unknown here. `method` is the class of an algorithm given as an object."""
     try:
-        return Config.model_validate(current(settings, recorded), context={"recorded": recorded, "method": method})
+        return Config.model_validate(drop_stale(settings, recorded), context={"recorded": recorded, "method": method})
     except ValidationError as error:
         first = error.errors()[0]
         setting = ".".join(str(part) for part in first["loc"][:1]) or "configuration"
         raise SettingError(setting, first.get("input"), advice(setting, first["msg"])) from None
 
 
-def current(settings: Mapping[str, Any], recorded: bool) -> Mapping[str, Any]:
+def drop_stale(settings: Mapping[str, Any], recorded: bool) -> Mapping[str, Any]:
     """Drop meaningless entries: records of earlier versions list the options of all methods and the settings of all partitions."""
     if not LEGACY_OPTIONS.keys() <= settings.keys():
         return settings
     own = options_of(settings)
 
-    def says(name: str, value: object) -> bool:
+    def applies(name: str, value: object) -> bool:
         if name in OF_PARTITIONS:
             return settings.get("partition") in OF_PARTITIONS[name]
         if name in Config.model_fields or name in own:
             return True
         return recorded and value is not None and LEGACY_OPTIONS.get(name) != value
 
-    return {name: value for name, value in settings.items() if says(name, value)}
+    return {name: value for name, value in settings.items() if applies(name, value)}
 
 
 def known_method(name: str) -> Any:
@@ -298,7 +298,7 @@ def options_of(settings: Mapping[str, Any]) -> Mapping[str, Option]:
     return declared(method) if method is not None else {}
 
 
-def having(option: str) -> list[str]:
+def methods_with(option: str) -> list[str]:
     """The methods that have an option of this name."""
     from fedagg.algorithms import REGISTRY
 
@@ -311,7 +311,7 @@ def listing(names: Sequence[str]) -> str:
 
 def no_such_option(name: str, value: object, methods: Sequence[str], partition: str) -> SettingError:
     """The error for an option that none of these methods has. It names the methods that do."""
-    others = having(name)
+    others = methods_with(name)
     if not others:
         own = [option for method in methods for option in declared(known_method(method))]
         return unknown("setting", name, {*SETTINGS, *own}, FOREIGN_NAMES)
@@ -330,7 +330,7 @@ def valid(option: Option, value: Any, config: Config) -> Any:
         if value in option.choices:
             return value
         fix = f"choose one of {', '.join(option.choices)} ({option.description})"
-        for other in having(option.name):
+        for other in methods_with(option.name):
             variant = other.removeprefix(f"{config.algorithm}-")
             if variant != other and value in declared(known_method(other))[option.name].choices:
                 fix = f"needs --variant {variant}; without it, {fix}"
@@ -372,7 +372,7 @@ def read(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # also integers and nesting beyond what Python reads
         raise SettingError("config", str(path), f"is not TOML: {error}") from None
     if "plugin" in settings:
-        settings["plugin"] = plugins.named(settings["plugin"], path.parent)
+        settings["plugin"] = plugins.parse_names(settings["plugin"], path.parent)
     for key, value in settings.items():
         if isinstance(value, (dict, list)) and key != "plugin":
             raise SettingError(key, value, "settings are plain values at the top level of the file")
@@ -381,14 +381,14 @@ def read(path: Path) -> dict[str, Any]:
 
 def resolve(options: Mapping[str, Any], file: Path | None = None, preset: str | None = None, method: type | None = None) -> Config:
     """The configuration: option, then file, then preset, then default. `method` is the class of an algorithm given as an object."""
-    return settled(*said(options, file, preset), method)
+    return apply_preset(*collect_settings(options, file, preset), method)
 
 
 def resolve_each(
     methods: Sequence[str], options: Mapping[str, Any], file: Path | None = None, preset: str | None = None
 ) -> list[Config]:
     """A configuration for each of several methods. An option goes to the methods that have it; at least one must."""
-    chosen, base = said(options, file, preset)
+    chosen, base = collect_settings(options, file, preset)
     own = {method: options_of({**base, **chosen, "algorithm": method}) for method in methods}
     known = all(known_method(method) for method in methods)  # otherwise the unknown method is the error
     for name, value in chosen.items():
@@ -403,10 +403,10 @@ def resolve_each(
         mine = {k: v for k, v in chosen.items() if (k in Config.model_fields or k in own[method]) and k not in skip}
         return mine | {"algorithm": method}
 
-    return [settled(fit(method), base) for method in methods]
+    return [apply_preset(fit(method), base) for method in methods]
 
 
-def settled(chosen: dict[str, Any], base: dict[str, Any], method: type | None = None) -> Config:
+def apply_preset(chosen: dict[str, Any], base: dict[str, Any], method: type | None = None) -> Config:
     own = declared(method) if method is not None else options_of(chosen)
     # A preset is for every method: a method takes only the options it has.
     fitting = {k: v for k, v in base.items() if k in Config.model_fields or k in own}
@@ -419,7 +419,7 @@ def settled(chosen: dict[str, Any], base: dict[str, Any], method: type | None = 
     return config
 
 
-def said(options: Mapping[str, Any], file: Path | None, preset: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def collect_settings(options: Mapping[str, Any], file: Path | None, preset: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings given for a run, option before file, and those a preset adds. Loads plugins, which may define the method."""
     settings = read(file) if file else {}
     preset = preset or settings.pop("preset", None)
@@ -427,7 +427,7 @@ def said(options: Mapping[str, Any], file: Path | None, preset: str | None) -> t
     if preset is not None and preset not in PRESETS:
         raise unknown("preset", preset, PRESETS)
     chosen = {**settings, **{k: v for k, v in options.items() if v is not None}}
-    plugins.load(plugins.named(chosen.get("plugin")))
+    plugins.load(plugins.parse_names(chosen.get("plugin")))
     return chosen, PRESETS[preset] if preset is not None else {}
 
 

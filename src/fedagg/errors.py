@@ -16,10 +16,10 @@ class SettingError(FedaggError):
 
     def __init__(self, setting: str, value: object, fix: str) -> None:
         self.setting, self.value, self.fix = setting, value, fix
-        super().__init__(f"{' '.join(setting.split())} = {shown(value)}: {' '.join(fix.split())}")
+        super().__init__(f"{' '.join(setting.split())} = {quote_value(value)}: {' '.join(fix.split())}")
 
 
-def shown(value: object) -> str:
+def quote_value(value: object) -> str:
     """A value as quoted in an error: on one line, and not too long."""
     try:
         text = repr(value)

@@ -31,7 +31,7 @@ def batch_size(setting: Setting) -> int:
     return most if setting.device.type == "cpu" else max(1, min(most, ROOM // (4 * max(1, activations(setting)))))
 
 
-def parted(rows: Tensor, size: int) -> list[Tensor]:
+def split_rows(rows: Tensor, size: int) -> list[Tensor]:
     """The rows in parts of this size, but never a last part of one row: some modules do not accept that."""
     parts = list(rows.split(size))
     return [*parts[:-2], rows[len(rows) - 1 - size :]] if len(parts) > 1 and len(parts[-1]) == 1 else parts
@@ -54,7 +54,7 @@ class Evaluator:
         self.space.module.eval()
         losses, wrote = [], False
         tallies: list[list[Tensor]] = [[] for _ in self.task.metrics]
-        for x, y in zip(parted(self.x, self.batch), parted(self.y, self.batch), strict=True):
+        for x, y in zip(split_rows(self.x, self.batch), split_rows(self.y, self.batch), strict=True):
             given = (x.clone(), y.clone()) if self.careful else (x, y)
             before = [part._version for part in given]
             output = self.space.module(given[0])
@@ -121,7 +121,7 @@ class LabelWeightedTest:
         return [self.evaluator.task.metric.score(sums) for sums in (self.table @ by_class.T).cpu()]
 
 
-class Own:
+class HeldOutTest:
     """Test samples that each client holds out from its own."""
 
     def __init__(self, setting: Setting, held: Sequence[Any], task: Task) -> None:

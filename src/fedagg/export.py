@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import fedagg
 from fedagg import files, seeding
 from fedagg.errors import FedaggError, SettingError, first_line, need, unknown
-from fedagg.flat import copied
+from fedagg.flat import copy_module
 from fedagg.inputs import Inputs
 
 ENDINGS = {"onnx": "onnx", "torchscript": "pt", "safetensors": "safetensors"}
@@ -59,7 +59,7 @@ def export(network: nn.Module, inputs: Inputs | None, to: str, path: Path | None
     if to == "safetensors":
         written, samples, difference = weights(network, inputs, facts), 0, 0.0
     else:
-        x, whole = example(inputs), copied(network).cpu()
+        x, whole = example(inputs), copy_module(network).cpu()
         whole = (inputs.in_front(whole) if inputs is not None else whole).eval()
         with torch.no_grad(), one_line(to), quiet():
             expected = whole(x)

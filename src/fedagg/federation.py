@@ -30,7 +30,7 @@ from fedagg.engines.distributed import Team
 from fedagg.errors import FedaggError, FedaggWarning, SettingError
 from fedagg.evaluate import ByClient, Evaluator
 from fedagg.faults import Faults
-from fedagg.flat import Layout, Model, copied
+from fedagg.flat import Layout, Model, copy_module
 from fedagg.inputs import Inputs
 from fedagg.measure import CLIENTS, Measure
 from fedagg.memory import ClientMemory
@@ -147,18 +147,18 @@ def run(
         settings["model"], model = model, None
     if isinstance(metric, str):
         settings["metric"], metric = metric, None
-    checks.followers(callbacks)
+    checks.check_callbacks(callbacks)
     data = checks.samples(data, parts, config, settings)
     method = checks.method(algorithm, settings)
-    given = checks.given(data, model, parts)
+    given = checks.describe_arguments(data, model, parts)
     if resume is not None and config is None and preset is None:
-        config = checks.recorded(resume, given, method)
-    config = checks.agreed(config, given, preset, settings, method)
+        config = checks.recorded_config(resume, given, method)
+    config = checks.merge_config(config, given, preset, settings, method)
     rules = stopping.rules(config)
     simulation = Simulation(config, method, data, model, parts, loss, wrap, metric)
     config, server, timing = simulation.config, simulation.server, simulation.timing
-    with simulation.record(out, resume) as book, bar.shown(progress, config.method) as bars:
-        watching = () if simulation.follows else (*rules, *callbacks, *bars)
+    with simulation.record(out, resume) as book, bar.show_bar(progress, config.method) as bars:
+        watching = () if simulation.is_follower else (*rules, *callbacks, *bars)
         keeper = Keeper(simulation, book)
         try:
             tell(watching, "judged", simulation.task.metric)
@@ -169,16 +169,16 @@ def run(
             raise
         try:
             for t in range(keeper.done, config.rounds):
-                if simulation.agreed(keeper.stopped is not None):
+                if simulation.all_stop(keeper.stopped is not None):
                     break
                 clock = time.perf_counter()
                 clients = server.clients(t)
                 changed = server.play(clients)
-                server.settle(t)
+                server.update_average(t)
                 timing.lap("rounds" if "first round" in timing else "first round")
                 row = describe(t, clients, server.algorithm, unchanged=not changed)
-                if server.due(t) and not simulation.follows:
-                    row |= simulation.evaluate(server.shown)
+                if server.evaluates_after(t) and not simulation.is_follower:
+                    row |= simulation.evaluate(server.reported_model)
                     timing.lap("evaluation")
                 row["seconds"] = round(time.perf_counter() - clock, 6)
                 keeper.book_round(row, clients)
@@ -222,15 +222,15 @@ class Simulation:
         self.loss = loss = self.task.loss if loss is None else loss
         self.data = seen_data(config, given, parts)
         self.inputs = Inputs.of(self.data)
-        self.config = config = counted(config, self.data)
+        self.config = config = with_client_count(config, self.data)
         parts = checks.indices(parts, self.data) if parts is not None else deal(config, self.data)
         parts, held = evaluate.held_out(parts, config.client_test, config.seed) if config.client_test else (parts, None)
         self.timing.lap("data")
-        self.module = checks.own(model) if model is not None else build_model(config, self.data)
+        self.module = checks.copy_model(model) if model is not None else build_model(config, self.data)
         checks.try_out(config, self.module, loss, self.task, self.data, parts, self.device)
-        self.finished = copied(self.module)  # the trained weights go into this one
+        self.finished = copy_module(self.module)  # the trained weights go into this one
         algorithm = algorithms.build(config.method if method is None else method, config.flat())
-        checks.fits(config, algorithm, self.task)
+        checks.check_task(config, algorithm, self.task)
         self.server = Server(config, algorithm, self.module, self.device)
         setting = Setting(
             self.module, self.data.x_train, self.data.y_train, self.data.classes, self.server.options, self.device, loss
@@ -242,7 +242,7 @@ class Simulation:
         self.engine = engine if wrap is None else wrap(engine)
         self.evaluator = Evaluator(setting, self.data.x_test, self.data.y_test, self.task)
         self.by_client: ByClient = (
-            evaluate.LabelWeightedTest(self.evaluator, parts) if held is None else evaluate.Own(setting, held, self.task)
+            evaluate.LabelWeightedTest(self.evaluator, parts) if held is None else evaluate.HeldOutTest(setting, held, self.task)
         )
         self.memory = client_memory(config, self.server) if self.server.algorithm.remembers else None
         who = functools.partial(range, config.clients)
@@ -258,11 +258,11 @@ class Simulation:
         self.timing.lap("checksum")
 
     @property
-    def follows(self) -> bool:
+    def is_follower(self) -> bool:
         """Is this not the first process of a distributed run? The first one evaluates and keeps the record."""
         return self.team is not None and self.team.rank > 0
 
-    def agreed(self, stop: bool) -> bool:
+    def all_stop(self, stop: bool) -> bool:
         """Does the run stop? In a distributed run the first process decides for all."""
         return stop if self.team is None else bool(self.team.most(torch.tensor([float(stop)])))
 
@@ -279,9 +279,9 @@ class Simulation:
         environment |= {"data": self.given, "given": self.identity, "inputs": self.inputs.facts()}
         if self.task is not tasks.CLASSIFICATION:
             environment["metric"] = self.task.metric.facts()
-        if resume is not None and not self.follows:
+        if resume is not None and not self.is_follower:
             return record.Record.resume(Path(resume), self.config, self.identity, environment)
-        book = record.Record(Path(out) if out is not None and not self.follows else None, self.config, environment)
+        book = record.Record(Path(out) if out is not None and not self.is_follower else None, self.config, environment)
         if resume is not None:
             book.resumed = checkpoint.latest(Path(resume) / "checkpoints")
         return book
@@ -310,13 +310,13 @@ class Keeper:
 
     def __init__(self, simulation: Simulation, book: record.Record) -> None:
         self.simulation, self.book, self.server, self.memory = simulation, book, simulation.server, simulation.memory
-        self.settled, self.done, self.before, self.interrupted = self.server.freeze(0), 0, 0.0, False
+        self.last_state, self.done, self.before, self.interrupted = self.server.freeze(0), 0, 0.0, False
         self.stopped: str | None = None  # the reason, if a callback ended the run before its last round
         if book.resumed is not None:
             self.server.resume(book.resumed)
             if self.memory is not None:
                 recall(book.resumed, self.memory, simulation.config.clients)
-            self.settled, self.done = book.resumed, book.resumed.round
+            self.last_state, self.done = book.resumed, book.resumed.round
             self.before = float(book.resumed.facts.get("seconds", 0.0))
         self.started = self.saved = time.perf_counter()
         self.took = 0.0
@@ -325,17 +325,17 @@ class Keeper:
         return self.before + time.perf_counter() - self.started
 
     def book_round(self, row: dict[str, Any], clients: Clients) -> None:
-        with interrupt.held_back():  # a round is booked completely or not at all
+        with interrupt.delay_interrupts():  # a round is booked completely or not at all
             self.book.round(row, describe_clients(clients.t, clients))
             if self.memory is not None:
                 self.memory.commit()
             self.done = clients.t + 1
-            self.settled = self.server.freeze(self.done)
+            self.last_state = self.server.freeze(self.done)
 
     def save(self) -> None:
-        numbers = self.settled.facts.get("numbers", {})
+        numbers = self.last_state.facts.get("numbers", {})
         facts = {"seconds": self.seconds(), "identity": self.simulation.identity, "numbers": numbers}
-        self.book.checkpoint(Checkpoint(self.done, self.settled.tensors, facts, memorised(self.memory)))
+        self.book.checkpoint(Checkpoint(self.done, self.last_state.tensors, facts, memory_parts(self.memory)))
 
     def save_if_due(self) -> None:
         """Save a checkpoint after as many rounds as the settings say; by default about once a minute, if it costs little."""
@@ -354,13 +354,13 @@ class Keeper:
         self.interrupted = True
         if why:
             warnings.warn(why, stacklevel=3)
-        self.server.revive(self.settled)
+        self.server.revive(self.last_state)
 
     def finish(self) -> Result:
         simulation, server, history, seconds = self.simulation, self.server, self.book.history, self.seconds()
         if self.done:
             self.save()
-        module = server.layout.unpack(server.shown.to(torch.device("cpu")), simulation.finished)
+        module = server.layout.unpack(server.reported_model.to(torch.device("cpu")), simulation.finished)
         self.book.model(module, simulation.inputs.scale())
         metric = simulation.task.metric
         scored = [row for row in history if metric.key in row]
@@ -417,7 +417,7 @@ def chosen_data(config: Config, download: bool = True) -> Dataset:
     return load(config.dataset, config.data_dir, download, config.target, config.user, config.task, config.data_memory)
 
 
-def counted(config: Config, data: Dataset) -> Config:
+def with_client_count(config: Config, data: Dataset) -> Config:
     """The configuration with one client per user of the data, if it is split by user and the number of clients was left open."""
     if config.partition != "user" or "clients" in config.model_fields_set:
         return config
@@ -431,7 +431,7 @@ def seen_data(config: Config, data: Dataset, parts: Sequence[Any] | None) -> Dat
     data = data.held_back(config.validation, config.seed)
     data = data.normalized() if config.normalize else data
     if config.augment != "none":
-        checks.images(config.augment, data)
+        checks.check_images(config.augment, data)
     return data
 
 
@@ -447,7 +447,7 @@ def faults_of(config: Config) -> Faults:
 
 
 def client_memory(config: Config, server: Server) -> ClientMemory:
-    return ClientMemory(server.layout.d, spills(config, server.layout.d, server.device), server.device)
+    return ClientMemory(server.layout.d, keeps_on_disk(config, server.layout.d, server.device), server.device)
 
 
 class Samples:
@@ -515,7 +515,7 @@ def build_model(config: Config, data: Dataset | Inputs) -> nn.Module:
     return models.build(config.model, data.shape, data.classes, norm=config.norm, dropout=config.dropout, seed=seed, tokens=every)
 
 
-def spills(config: Config, d: int, device: torch.device) -> bool:
+def keeps_on_disk(config: Config, d: int, device: torch.device) -> bool:
     """Do per-client vectors live on disk? By default, if they could take more than 1 GiB of memory, or 4 GiB on a GPU."""
     most = (4 if device.type == "cuda" else 1) << 30
     return config.client_memory == "disk" or (config.client_memory == "auto" and config.clients * d * 4 > most)
@@ -594,7 +594,7 @@ def fingerprint(config: Config, data: Dataset, parts: Sequence[Any], module: nn.
     return known
 
 
-def memorised(memory: ClientMemory | None) -> Iterator[dict[str, Tensor]]:
+def memory_parts(memory: ClientMemory | None) -> Iterator[dict[str, Tensor]]:
     """What clients remember, for a checkpoint; a few clients at a time, because all of it may not fit into memory."""
     if memory is not None:
         ids, some = sorted(memory.rows), max(1, MEMORY_PART // (4 * memory.d))
@@ -603,7 +603,7 @@ def memorised(memory: ClientMemory | None) -> Iterator[dict[str, Tensor]]:
 
 
 def recall(saved: Checkpoint, memory: ClientMemory, clients: int) -> None:
-    """Restore what `memorised` produced."""
+    """Restore what `memory_parts` produced."""
     for part in saved.parts:
         ids, rows = part.get("ids", torch.zeros(0)), part.get("rows", torch.zeros(0))
         if ids.ndim != 1 or rows.shape != (len(ids), memory.d) or any(not 0 <= client < clients for client in ids.tolist()):

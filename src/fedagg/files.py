@@ -59,7 +59,7 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def tidy(path: Path) -> None:
+def remove_temporary(path: Path) -> None:
     """Remove temporary files that a killed process left behind."""
     for part in path.glob(".*.part"):
         with suppress(OSError):
@@ -130,7 +130,7 @@ class Claim:
             self.handle = None
 
 
-def claimed(path: Path) -> bool | None:
+def is_claimed(path: Path) -> bool | None:
     """Is a process working in this folder? None if the system cannot tell."""
     if sys.platform == "win32":
         return None

@@ -102,7 +102,7 @@ class Layout:
             here.copy_(torch.where(here.float() == value.float(), here, value))
 
 
-def copied(module: nn.Module) -> nn.Module:
+def copy_module(module: nn.Module) -> nn.Module:
     """A deep copy that includes the hooks of parameters, which torch drops."""
     hooks = [list((p._backward_hooks or {}).values()) for p in module.parameters()]
     twin, hooks = copy.deepcopy((module, hooks))  # together: a hook may be a method of the module
@@ -119,7 +119,7 @@ class Workspace:
     """
 
     def __init__(self, module: nn.Module, layout: Layout, device: torch.device) -> None:
-        self.module = copied(module).to(device)
+        self.module = copy_module(module).to(device)
         self.layout = layout
         self.w = torch.zeros(layout.d, device=device)
         self.g = torch.zeros(layout.d, device=device)

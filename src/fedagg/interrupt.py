@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
+def delay_interrupts() -> Iterator[None]:
     """Complete the block without interruption: an interrupt that arrives meanwhile is delivered at its end."""
     if threading.current_thread() is not threading.main_thread():  # other threads never receive one
         yield

@@ -33,11 +33,11 @@ def load(run: str | Path, *, model: nn.Module | None = None, loss: Loss | None =
     if folder is None:
         raise SettingError("run", run, "give the name of a run folder")
     if model is not None:
-        checks.given(None, model, None)  # refuses what is not a module
+        checks.describe_arguments(None, model, None)  # refuses what is not a module
     kept = runs.load(folder)
     inputs = inputs_of(kept)
-    network = checks.own(model) if model is not None else rebuilt(kept.config, inputs, folder)
-    module = runs.trained(network, folder / "model.safetensors")
+    network = checks.copy_model(model) if model is not None else rebuild_network(kept.config, inputs, folder)
+    module = runs.load_weights(network, folder / "model.safetensors")
     history = [{name: math.nan if value is None else value for name, value in row.items()} for row in kept.history]
     facts = kept.result
     task = tasks.find(inputs.task if inputs is not None else kept.config.task or "classification")
@@ -88,7 +88,7 @@ def scale_of(run: Run) -> dict[str, Tensor]:
         raise FedaggError(f"{path}: is missing or damaged, and the run standardised its samples; make the run again") from None
 
 
-def rebuilt(config: Config, inputs: Inputs | None, folder: Path) -> nn.Module:
+def rebuild_network(config: Config, inputs: Inputs | None, folder: Path) -> nn.Module:
     """The network as it was at the start of the run."""
     if config.model == "custom":
         words = f"the run's model came from Python; give it again: fedagg.load({str(folder)!r}, model=...)"

@@ -57,7 +57,7 @@ ACCURACY = Measure("accuracy", "accuracy")
 CLIENTS = {"clients' mean": "client_mean", "worst 10 %": "client_worst", "spread": "client_spread"}
 
 
-def told(facts: object) -> Measure:
+def read_measure(facts: object) -> Measure:
     """The measure that `Measure.facts` stored; accuracy if a run folder says nothing, as for classification."""
     if isinstance(facts, Mapping) and isinstance(facts.get("key"), str):
         percent, higher = facts.get("percent") is True, facts.get("higher") is not False

@@ -63,7 +63,7 @@ def _declared(method: Any) -> Mapping[str, Option]:
         raise SettingError("algorithm", method.__qualname__, f"its annotations cannot be read: {first_line(error)}") from None
     found = {}
     for field in dataclasses.fields(method):
-        form = plain(hints[field.name])
+        form = plain_type(hints[field.name])
         if field.init and field.name != "lr" and form is not None and field.default is not dataclasses.MISSING:
             kind, choices, optional = form
             about, limits = field.metadata.get("description", ""), field.metadata.get("limits", {})
@@ -71,7 +71,7 @@ def _declared(method: Any) -> Mapping[str, Option]:
     return found
 
 
-def plain(annotation: Any) -> tuple[type, tuple[str, ...], bool] | None:
+def plain_type(annotation: Any) -> tuple[type, tuple[str, ...], bool] | None:
     """The type in an annotation, the words it is limited to, and whether it may be None; or None if text cannot express it."""
     parts = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
     rest = [part for part in parts if part is not type(None)]

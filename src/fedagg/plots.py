@@ -251,12 +251,12 @@ def in_order(values: Sequence[Any]) -> Sequence[Any]:
     return sorted(values) if is_numeric(values) else values
 
 
-def ready() -> None:
+def require_matplotlib() -> None:
     need("a picture", "matplotlib", "analysis")
 
 
 def canvas(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure, Sequence[Sequence[Axes]]]:
-    ready()
+    require_matplotlib()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")

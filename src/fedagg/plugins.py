@@ -15,7 +15,7 @@ from fedagg.errors import FedaggError, SettingError, first_line
 _loaded: dict[str, str] = {}  # file -> the module made from it
 
 
-def named(given: Any, folder: Path | None = None) -> tuple[str, ...]:
+def parse_names(given: Any, folder: Path | None = None) -> tuple[str, ...]:
     """Plugins as users give them: one, several separated by commas, or a list. Files become absolute, so that a run can be resumed
     from anywhere."""
     words = given.split(",") if isinstance(given, str) else [] if given is None else [given] if isinstance(given, Path) else given
@@ -41,7 +41,7 @@ def load(names: Iterable[str]) -> None:
 
 def module(name: str) -> ModuleType:
     """The module of a plugin, loaded if necessary."""
-    (given,) = named(name)
+    (given,) = parse_names(name)
     load([given])
     return sys.modules[_loaded.get(given, given)]
 

@@ -105,15 +105,15 @@ def bar(label: str) -> Live:
 _up: list[Live] = []  # the bars on display
 
 
-def watched() -> bool:
+def worth_showing() -> bool:
     """Is a bar worth showing? Not if standard error is a file or a pipe, nor in a run within a run, which has a bar already."""
     return not _up and (err.is_jupyter or getattr(sys.stderr, "isatty", bool)())
 
 
 @contextmanager
-def shown(wanted: bool | None, label: str) -> Iterator[list[Live]]:
-    """Show a bar during the block, or none; by default if `watched`."""
-    if not (watched() if wanted is None else wanted):
+def show_bar(wanted: bool | None, label: str) -> Iterator[list[Live]]:
+    """Show a bar during the block, or none; by default if `worth_showing`."""
+    if not (worth_showing() if wanted is None else wanted):
         yield []
         return
     live = bar(label)

@@ -80,11 +80,11 @@ class Record:
 
     def go_back(self, folder: Path, identity: dict[str, str]) -> None:
         """Go back to the newest complete checkpoint: later records are cut off, and will be written again."""
-        files.tidy(folder)
-        files.tidy(folder / "checkpoints")
+        files.remove_temporary(folder)
+        files.remove_temporary(folder / "checkpoints")
         self.resumed = checkpoint.latest(folder / "checkpoints")
         done = self.resumed.round if self.resumed else 0
-        if self.resumed is None and not checkpoint.saved(folder / "checkpoints") and (folder / "metrics.jsonl").exists():
+        if self.resumed is None and not checkpoint.list_files(folder / "checkpoints") and (folder / "metrics.jsonl").exists():
             if (folder / "result.json").exists():  # it is written after a checkpoint
                 raise SettingError(
                     "resume", str(folder), "its checkpoints are gone, and a run goes on from one; start it anew elsewhere"
@@ -120,8 +120,8 @@ class Record:
         except (OSError, ValueError, TypeError):  # an old folder, or a file edited by hand: training does not need it
             return
         if changed:
-            said = ", ".join(f"{name} was {begun[name]!r}, now {value!r}" for name, value in changed.items())
-            words = f"{said}: the last digits may differ from those of a run that was not stopped"
+            changes = ", ".join(f"{name} was {begun[name]!r}, now {value!r}" for name, value in changed.items())
+            words = f"{changes}: the last digits may differ from those of a run that was not stopped"
             warnings.warn(words, FedaggWarning, stacklevel=2)
             since = {"round": self.resumed.round if self.resumed else 0, **changed}
             files.write(path, json.dumps({**begun, "resumed": [*begun.get("resumed", []), since]}, indent=2))
@@ -201,8 +201,8 @@ class Record:
 
 def line(row: dict[str, Any]) -> str:
     """A line of metrics.jsonl. A loss may be infinite, which JSON cannot express: null stands for it."""
-    told = {name: value if not isinstance(value, float) or math.isfinite(value) else None for name, value in row.items()}
-    return json.dumps(told, allow_nan=False)
+    finite = {name: value if not isinstance(value, float) or math.isfinite(value) else None for name, value in row.items()}
+    return json.dumps(finite, allow_nan=False)
 
 
 def cut(path: Path, size: int, done: int) -> tuple[list[dict[str, Any]], int]:

@@ -18,7 +18,7 @@ from fedagg.config import Config
 from fedagg.data import Dataset
 from fedagg.data.arrays import Array, samples_of
 from fedagg.errors import SettingError, need
-from fedagg.evaluate import parted
+from fedagg.evaluate import split_rows
 from fedagg.export import Exported, export
 from fedagg.inputs import Inputs
 from fedagg.measure import ACCURACY, Measure
@@ -137,7 +137,7 @@ class Result:
         try:
             network.to(where).eval()
             with torch.no_grad():
-                return torch.cat([network(part.to(where)).cpu() for part in parted(samples, BATCH)])
+                return torch.cat([network(part.to(where)).cpu() for part in split_rows(samples, BATCH)])
         finally:
             self.model.train(mode)
 
@@ -176,7 +176,7 @@ class Result:
         for each, shown in zip(axes, (self.metric, LOSS), strict=True):
             rounds, values = self.curve(shown.key)
             plots.draw_line(each, rounds, [shown.scale * value for value in values], self.config.method, 1.8, 0)
-            each.set(xlabel="round", ylabel=f"{runs.measured(shown.label, [self.config])}{shown.unit}")
+            each.set(xlabel="round", ylabel=f"{runs.metric_name(shown.label, [self.config])}{shown.unit}")
             plots.tidy(each)
         figure.suptitle(about(self.config), fontsize=10)
         if path is not None:
@@ -223,7 +223,7 @@ class Result:
             f'<tr><th style="text-align:left">{html.escape(key)}</th><td style="text-align:left">{html.escape(value)}</td></tr>'
             for key, value in rows.items()
         )
-        return f"<table>{cells}</table>{drawing(*self.curve(self.metric.key), runs.measured(self.metric.label, [c]))}"
+        return f"<table>{cells}</table>{drawing(*self.curve(self.metric.key), runs.metric_name(self.metric.label, [c]))}"
 
 
 def about(c: Config) -> str:

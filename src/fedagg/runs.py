@@ -14,13 +14,13 @@ from fedagg import config, files
 from fedagg.config import NO_BEARING, Config
 from fedagg.errors import FedaggError, SettingError
 from fedagg.formats import check_run
-from fedagg.measure import Measure, told
+from fedagg.measure import Measure, read_measure
 
 if TYPE_CHECKING:
     from torch import nn
 
 # Settings that `task` describes or that are in every name.
-TOLD = {
+DESCRIBED = {
     *("dataset", "model", "task", "metric", "partition", "sigma", "shards", "deviation", "column", "participation", "clients"),
     *("rounds", "normalize", "validation", "seed", "algorithm", "variant"),
 }
@@ -43,7 +43,7 @@ class Run:
     @property
     def metric(self) -> Measure:
         """The metric by which the run is judged."""
-        return told(self.environment.get("metric"))
+        return read_measure(self.environment.get("metric"))
 
     def curve(self, column: str) -> tuple[list[float], list[float]]:
         """The rounds that have this figure, and its values; for a list (one value per epoch), its mean."""
@@ -69,7 +69,7 @@ class Lines:
             size, last, text, rows = 0, b"", content(path) or b"", []
         for line in text.splitlines(keepends=True):
             if line.endswith(b"\n"):
-                row = parsed(line)
+                row = parse_object(line)
                 if row is None or not sound(row):
                     raise FedaggError(f"{path}: line {len(rows) + 1} is damaged; the run has to be made again")
                 rows.append(row)
@@ -84,16 +84,16 @@ def load(folder: Path, lines: Lines | None = None) -> Run:
     check_run(folder)
     chosen = config.make(config.read(folder / "config.toml"), recorded=True)
     name, lines = f"{chosen.method} seed {chosen.seed}", lines or Lines()
-    environment = whole(folder / "environment.json")
-    key = told(environment.get("metric")).key
+    environment = read_json(folder / "environment.json")
+    key = read_measure(environment.get("metric")).key
     return Run(
         name=name,
         folder=folder,
         config=chosen,
-        history=lines(folder / "metrics.jsonl", a_round),
-        clients=lines(folder / "clients.jsonl", participants),
+        history=lines(folder / "metrics.jsonl", is_round),
+        clients=lines(folder / "clients.jsonl", is_participants),
         environment=environment,
-        result=whole(folder / "result.json", (*RESULT, key, f"best_{key}")),
+        result=read_json(folder / "result.json", (*RESULT, key, f"best_{key}")),
     )
 
 
@@ -110,10 +110,10 @@ def names(found: Sequence[Run]) -> list[str]:
     of_method: dict[str, list[dict[str, Any]]] = {}
     for run in found:
         of_method.setdefault(run.config.method, []).append(details(run.config))
-    told, own = differing(tasks), {method: differing(same) for method, same in of_method.items()}
+    differ, own = differing_settings(tasks), {method: differing_settings(same) for method, same in of_method.items()}
     made = []
-    for c, said in zip((run.config for run in found), tasks, strict=True):
-        words = [said[key] for key in told if said[key]] + [f"{key} {c.flat().get(key)}" for key in own[c.method]]
+    for c, described in zip((run.config for run in found), tasks, strict=True):
+        words = [described[key] for key in differ if described[key]] + [f"{key} {c.flat().get(key)}" for key in own[c.method]]
         made.append(" ".join([c.method, *words, f"seed {c.seed}"]))
     often = Counter(made)
     shared = [run.folder for run, name in zip(found, made, strict=True) if often[name] > 1]
@@ -146,7 +146,7 @@ def held_back(config: Config) -> str:
     return f"{100 * config.validation:g} % of the training data held back" if config.validation else ""
 
 
-def measured(what: str, configs: Iterable[Config]) -> str:
+def metric_name(what: str, configs: Iterable[Config]) -> str:
     """The name of a metric or loss, with the data it is measured on if that is the same for all."""
     held = {config.validation > 0 for config in configs}
     return what if len(held) > 1 else f"validation {what}" if True in held else f"test {what}"
@@ -154,10 +154,10 @@ def measured(what: str, configs: Iterable[Config]) -> str:
 
 def details(config: Config) -> dict[str, Any]:
     """The other settings that the outcome depends on, besides task, method and seed."""
-    return {k: v for k, v in config.flat().items() if k not in TOLD | NO_BEARING}
+    return {k: v for k, v in config.flat().items() if k not in DESCRIBED | NO_BEARING}
 
 
-def differing(settings: Sequence[dict[str, Any]]) -> list[str]:
+def differing_settings(settings: Sequence[dict[str, Any]]) -> list[str]:
     """The settings that are not the same everywhere."""
     names = dict.fromkeys(key for one in settings for key in one)
     return [key for key in names if any(one.get(key) != settings[0].get(key) for one in settings)]
@@ -181,7 +181,7 @@ def find(folder: Path) -> list[Path]:
     return sorted(path.parent for path in found)
 
 
-def trained(module: nn.Module, path: Path) -> nn.Module:
+def load_weights(module: nn.Module, path: Path) -> nn.Module:
     """The module with the weights that a run ended with."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -198,10 +198,10 @@ def trained(module: nn.Module, path: Path) -> nn.Module:
     return module
 
 
-def whole(path: Path, numbers: Iterable[str] = ()) -> dict[str, Any]:
+def read_json(path: Path, numbers: Iterable[str] = ()) -> dict[str, Any]:
     """The object in a JSON file, or an empty one if there is no file. The values of `numbers` must be numbers or missing."""
     text = content(path)
-    found = parsed(text) if text is not None else {}
+    found = parse_object(text) if text is not None else {}
     if found is None or not all(is_number(found[name]) for name in numbers if found.get(name) is not None):
         raise FedaggError(f"{path}: is damaged; delete it and try again, the run can be read without it")
     return found
@@ -219,7 +219,7 @@ def content(path: Path, start: int = 0) -> bytes | None:
         raise FedaggError(f"{path}: cannot be read ({files.reason(error)}); it has to be a file that you may read") from None
 
 
-def parsed(text: bytes) -> dict[str, Any] | None:
+def parse_object(text: bytes) -> dict[str, Any] | None:
     """A JSON object; None if the text is anything else."""
     try:
         found = json.loads(text)
@@ -228,19 +228,19 @@ def parsed(text: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def a_round(row: dict[str, Any]) -> bool:
+def is_round(row: dict[str, Any]) -> bool:
     """Is this a line of metrics.jsonl? Rates are one number per epoch, causes are words, the rest are numbers."""
     figures = {name: value for name, value in row.items() if name != "causes" and value is not None}
     return "round" in figures and all(is_row(v) if name in RATES else is_number(v) for name, v in figures.items())
 
 
-def participants(row: dict[str, Any]) -> bool:
+def is_participants(row: dict[str, Any]) -> bool:
     """Is this a line of clients.jsonl? Each participant has rates and a distance moved, each client left out has a cause."""
     clients, rates, moved = (row.get(name, []) for name in ("clients", "rates", "moved"))
     listed = is_row(clients) and is_row(moved) and isinstance(rates, list) and all(map(is_row, rates))
     causes = row.get("left_out", {})
-    told = isinstance(causes, dict) and all(isinstance(cause, str) for cause in causes.values())
-    return is_number(row.get("round")) and listed and told and len(clients) == len(rates) == len(moved)
+    caused = isinstance(causes, dict) and all(isinstance(cause, str) for cause in causes.values())
+    return is_number(row.get("round")) and listed and caused and len(clients) == len(rates) == len(moved)
 
 
 def is_row(value: object) -> bool:

@@ -41,16 +41,16 @@ class Server:
         self.frozen: list[tuple[str, Tensor, int]] = []  # what was last frozen, with its versions
         algorithm.start(self.model, module, self.layout)
 
-    def connect(self, there: Callable[[], Sequence[int]], clients: Callable[..., Clients]) -> None:
-        """Set where clients come from: `there` gives those that can be asked, and `clients` makes a round's `Clients` from the
+    def connect(self, available: Callable[[], Sequence[int]], clients: Callable[..., Clients]) -> None:
+        """Set where clients come from: `available` gives those that can be asked, and `clients` makes a round's `Clients` from the
         server's half of their fields."""
-        self.there, self.make = there, clients
+        self.available, self.make = available, clients
 
     def participants(self, t: int) -> list[int]:
         """The clients that take part in round t, drawn by the seed from those that are available."""
-        there = self.there()
-        count = min(self.config.per_round, len(there))
-        return [there[k] for k in seeding.participants(self.config.seed, t, len(there), count)] if count else []
+        available = self.available()
+        count = min(self.config.per_round, len(available))
+        return [available[k] for k in seeding.participants(self.config.seed, t, len(available), count)] if count else []
 
     def clients(self, t: int) -> Clients:
         """The participants of round t, with the current model. Sets the method's base rate to that of the round."""
@@ -74,14 +74,14 @@ class Server:
 
     def play(self, clients: Clients) -> bool:
         """Play one round with these clients. Is there a new model? If too few of them answered, nothing has changed."""
-        before, was = self.carried(), self.model
+        before, was = self.carried_state(), self.model
         try:
             self.prepare()
             self.algorithm.lr = self.config.rate(clients.t)  # preparing may have changed it for other rounds
-            before = self.carried()
+            before = self.carried_state()
             self.model = self.algorithm.round(was, clients)
         except (NoClients, TooFew):
-            self.carry(*before)
+            self.restore_state(*before)
             return False
         return clients.outcome is not None or not torch.equal(was.w, self.model.w)
 
@@ -89,34 +89,34 @@ class Server:
         """Let the method prepare once, before training. A rehearsal has its own rounding error and yardstick, so training starts
         the same however long the rehearsal was."""
         if not self.prepared:
-            _, error, length = self.carried()
+            _, error, length = self.carried_state()
             self.downlink.error, self.yardstick.length = None, 0.0
             self.algorithm.prepare(self.begin, self.clients, self.config.rounds)
             self.downlink.error, self.yardstick.length = error, length
             self.prepared = True
 
-    def carried(self) -> tuple[dict[str, Any], Tensor | None, float]:
+    def carried_state(self) -> tuple[dict[str, Any], Tensor | None, float]:
         return dict(self.algorithm.state), self.downlink.error, self.yardstick.length
 
-    def carry(self, state: dict[str, Any], error: Tensor | None, length: float) -> None:
+    def restore_state(self, state: dict[str, Any], error: Tensor | None, length: float) -> None:
         self.algorithm.state, self.downlink.error, self.yardstick.length = state, error, length
 
-    def settle(self, t: int) -> None:
+    def update_average(self, t: int) -> None:
         """After round t, add its model to the running average, in which later ones weigh more (Shamir, Zhang 2013, with η = 8)."""
         self.average = self.average + 9.0 / (t + 9.0) * (self.model.w - self.average)
 
     @property
-    def shown(self) -> Model:
+    def reported_model(self) -> Model:
         """The model that is evaluated and kept: the trained one, unless the method or the settings say otherwise."""
         return Model(self.average, self.model.buffers) if self.config.average else self.algorithm.reported(self.model)
 
-    def due(self, t: int) -> bool:
+    def evaluates_after(self, t: int) -> bool:
         """Is the model evaluated after round t?"""
         return (t + 1) % self.config.eval_every == 0 or t + 1 == self.config.rounds
 
     def freeze(self, done: int) -> Checkpoint:
         """Everything the server carries into the next round. Nothing is copied: rounds replace tensors and change none in place."""
-        self.unaltered()
+        self.check_unaltered()
         tensors = {"w": self.model.w, "buffers": self.model.buffers, "average": self.average}
         tensors["yardstick"] = torch.tensor(self.yardstick.length, dtype=torch.float64)
         numbers: dict[str, float] = {}
@@ -132,7 +132,7 @@ class Server:
             tensors["downlink"] = self.downlink.error
         return Checkpoint(done, tensors, {"numbers": numbers})
 
-    def unaltered(self) -> None:
+    def check_unaltered(self) -> None:
         """Check that nothing frozen was changed in place: it is needed to undo a round, or to save it later."""
         for name, tensor, before in self.frozen:
             if version(tensor) != before:
@@ -144,18 +144,18 @@ class Server:
 
     def revive(self, saved: Checkpoint) -> None:
         """Restore what `freeze` returned. Double-precision numbers of the state stay on the CPU, where they are used."""
-        self.unaltered()
+        self.check_unaltered()
         t = saved.tensors
         self.model = Model(t["w"].to(self.device), t["buffers"].to(self.device))
         self.average = t["average"].to(self.device)
         state = {name.removeprefix("state/"): tensor for name, tensor in t.items() if name.startswith("state/")}
         state = {name: tensor if tensor.dtype == torch.float64 else tensor.to(self.device) for name, tensor in state.items()}
-        self.carry(state | saved.facts.get("numbers", {}), t.get("downlink"), float(t["yardstick"]))
+        self.restore_state(state | saved.facts.get("numbers", {}), t.get("downlink"), float(t["yardstick"]))
 
     def resume(self, saved: Checkpoint) -> None:
         """Continue from a checkpoint of another process, which must belong to this server."""
         fresh = self.freeze(0)
-        checkpoint.same_form(fresh.tensors, saved.tensors)
+        checkpoint.check_form(fresh.tensors, saved.tensors)
         for name in fresh.facts["numbers"]:
             if name not in saved.facts.get("numbers", {}):
                 raise self.wrong(f"state[{name!r}] is not in the checkpoint; resume with the method the run began with")

@@ -23,7 +23,7 @@ LEAST_VARIANCE = 1e-12  # of a target, relative to its square: less is rounding
 ROUNDING = 1e-9  # relative error of sums over many samples
 
 
-def anything(sums: Tensor, samples: int) -> bool:
+def always_possible(sums: Tensor, samples: int) -> bool:
     return True
 
 
@@ -35,7 +35,7 @@ class Metric(Measure):
 
     tally: Callable[[Tensor, Tensor], Tensor]
     score: Callable[[Tensor], float]
-    possible: Callable[[Tensor, int], bool] = anything
+    possible: Callable[[Tensor, int], bool] = always_possible
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def averaged(function: Callable[[Tensor, Tensor], Tensor]) -> Metric:
             raise SettingError("metric", name, f"must give one number a sample, and gave {form} for {len(y)}")
         return with_count(scores)
 
-    return Metric(key, key.replace("_", " "), percent=False, tally=tally, score=mean, possible=one_each)
+    return Metric(key, key.replace("_", " "), percent=False, tally=tally, score=mean, possible=possible_mean)
 
 
 def with_count(values: Tensor) -> Tensor:
@@ -105,21 +105,21 @@ def mean(sums: Tensor) -> float:
     return total / count if count else math.nan
 
 
-def one_each(sums: Tensor, samples: int) -> bool:
+def possible_mean(sums: Tensor, samples: int) -> bool:
     """Can this be a total and the number of these samples?"""
     return len(sums) == 2 and float(sums[1]) == samples
 
 
-def whole(sums: Tensor) -> bool:
+def are_counts(sums: Tensor) -> bool:
     return bool(((sums >= 0) & (sums == sums.round())).all())
 
 
-def some_right(sums: Tensor, samples: int) -> bool:
+def possible_hits(sums: Tensor, samples: int) -> bool:
     """Can this be a number of hits and of attempts?"""
-    return len(sums) == 2 and whole(sums) and bool(sums[0] <= sums[1])
+    return len(sums) == 2 and are_counts(sums) and bool(sums[0] <= sums[1])
 
 
-def wide(output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def as_rows(output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Both as one row of numbers per sample, (B, k)."""
     return output.reshape(output.shape[0], -1), y.reshape(y.shape[0], -1)
 
@@ -129,13 +129,13 @@ def wide(output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 def squared_error(output: Tensor, target: Tensor) -> Tensor:
     """The loss of every sample, (B,): the mean over its outputs."""
-    output, target = wide(output, target)
+    output, target = as_rows(output, target)
     return (output - target).square().mean(1)
 
 
 def residuals(output: Tensor, y: Tensor) -> Tensor:
     """For every output: squared error, target and its square; and a one, (B, 3k + 1)."""
-    output, y = (part.double() for part in wide(output, y))
+    output, y = (part.double() for part in as_rows(output, y))
     return torch.cat([(output - y).square(), y, y.square(), torch.ones_like(y[:, :1])], 1)
 
 
@@ -157,7 +157,7 @@ def possible_residuals(sums: Tensor, samples: int) -> bool:
 
 
 def absolute_error(output: Tensor, y: Tensor) -> Tensor:
-    output, y = wide(output, y)
+    output, y = as_rows(output, y)
     return with_count((output.double() - y).abs().mean(1))
 
 
@@ -171,8 +171,8 @@ def binary_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 
 def found_labels(output: Tensor, y: Tensor) -> Tensor:
     """Number of labels rightly found, wrongly found and missed, (B, 3); a label is found if its output is above 0."""
-    found, there = output > 0, y > 0.5
-    return torch.stack([(found & there).sum(1), (found & ~there).sum(1), (~found & there).sum(1)], 1).double()
+    found, present = output > 0, y > 0.5
+    return torch.stack([(found & present).sum(1), (found & ~present).sum(1), (~found & present).sum(1)], 1).double()
 
 
 def f1(sums: Tensor) -> float:
@@ -218,7 +218,7 @@ def hits(output: Tensor, y: Tensor) -> Tensor:
 
 
 ACCURACY = Metric(
-    "accuracy", "accuracy", tally=hits, score=mean, possible=lambda sums, n: some_right(sums, n) and one_each(sums, n)
+    "accuracy", "accuracy", tally=hits, score=mean, possible=lambda sums, n: possible_hits(sums, n) and possible_mean(sums, n)
 )
 R2 = Metric("r2", "R²", percent=False, tally=residuals, score=r_squared, possible=possible_residuals)
 MAE = Metric(
@@ -227,17 +227,17 @@ MAE = Metric(
     higher=False,
     tally=absolute_error,
     score=mean,
-    possible=lambda sums, n: one_each(sums, n) and bool(sums[0] >= 0),
+    possible=lambda sums, n: possible_mean(sums, n) and bool(sums[0] >= 0),
 )
-F1 = Metric("f1", "F1", tally=found_labels, score=f1, possible=lambda sums, _: len(sums) == 3 and whole(sums))
-TOKEN_ACCURACY = Metric("accuracy", "token accuracy", tally=token_hits, score=mean, possible=some_right)
+F1 = Metric("f1", "F1", tally=found_labels, score=f1, possible=lambda sums, _: len(sums) == 3 and are_counts(sums))
+TOKEN_ACCURACY = Metric("accuracy", "token accuracy", tally=token_hits, score=mean, possible=possible_hits)
 PERPLEXITY = Metric(
     *("perplexity", "perplexity"),
     percent=False,
     higher=False,
     tally=token_surprise,
     score=perplexity,
-    possible=lambda sums, _: len(sums) == 2 and bool(sums[0] >= 0) and whole(sums[1]),
+    possible=lambda sums, _: len(sums) == 2 and bool(sums[0] >= 0) and are_counts(sums[1]),
 )
 
 CLASSIFICATION = Task("classification", cross_entropy, ACCURACY)

@@ -92,8 +92,8 @@ class Plan:
     axes: dict[str, tuple[Any, ...]]
     trials: tuple[Point, ...]
     seeds: tuple[int, ...]
-    said: tuple[str, ...]  # the command that runs one of these, without the settings of the grid
-    made: Callable[[dict[str, Any]], Point]
+    base_command: tuple[str, ...]  # the command that runs one of these, without the settings of the grid
+    make_point: Callable[[dict[str, Any]], Point]
     halving: bool = False
     draws: int | None = None
 
@@ -123,7 +123,7 @@ class Plan:
             words = "settings are chosen on training data that is held back, never on the test set; give a share above 0"
             raise SettingError("validation", 0, words)
 
-        def made(point: dict[str, Any]) -> Point:
+        def make_point(point: dict[str, Any]) -> Point:
             split = point.get("partition")  # if partitions are on the grid, each takes only the settings it knows
             unused = [name for name, users in OF_PARTITIONS.items() if split is not None and split not in users]
             mine = {name: value for name, value in chosen.items() if name not in unused}
@@ -135,7 +135,7 @@ class Plan:
         if len(wanted) > 1 and trials is not None:
             raise SettingError("trials", trials, f"and {wanted[0][0]} are two ways to save runs; give one of them")
         ends = {name: ends_of(values) if trials is not None else values for name, values in axes.items()}
-        points = [made(dict(zip(ends, values, strict=True))) for values in itertools.product(*ends.values())]
+        points = [make_point(dict(zip(ends, values, strict=True))) for values in itertools.product(*ends.values())]
         for seed in seeds:
             points[0].config.changed(seed=seed)  # raises an error for a bad seed
         for name, count in (("random", random), ("trials", trials)):
@@ -154,8 +154,8 @@ class Plan:
                 trial.short()
         own = [str(file)] if file else []
         own += ["--algorithm", method, *(["--preset", preset] if preset else [])]
-        told = (*own, *flags({name: value for name, value in given.items() if name != "validation"}))
-        return cls(axes, tuple(points), seeds, told, made, halving, trials)
+        base_command = (*own, *flags({name: value for name, value in given.items() if name != "validation"}))
+        return cls(axes, tuple(points), seeds, base_command, make_point, halving, trials)
 
     def cells(self, trials: Iterable[Point]) -> list[Cell]:
         """The runs. Seeds are the outer loop, so that a grid cut short is a complete grid with fewer seeds."""
@@ -165,7 +165,7 @@ class Plan:
             for trial in trials
         ]
 
-    def scored(self, trials: Sequence[Point], run: Run, found: Found) -> list[Point]:
+    def score_points(self, trials: Sequence[Point], run: Run, found: Found) -> list[Point]:
         """The points with their scores. Points without a result are left out, and named in a warning."""
         if not run(self.cells(trials)):
             raise KeyboardInterrupt
@@ -173,26 +173,26 @@ class Plan:
         for lost in (t for t, each in known if None in each):
             words = f"{label(lost.settings)}: came to no result with every seed, and is left out"
             warnings.warn(words, FedaggWarning, stacklevel=3)
-        return [judged(t, [one for one in each if one is not None]) for t, each in known if None not in each]
+        return [with_scores(t, [one for one in each if one is not None]) for t, each in known if None not in each]
 
     def carry_out(self, run: Run, found: Found) -> Tuned:
         """Try the points and rank them."""
         if self.draws is not None:
-            return Tuned(self, ranked(self.searched(run, found)), [])
-        first = ranked(self.scored([t.short() for t in self.trials], run, found)) if self.halving else []
+            return Tuned(self, rank_points(self.search(run, found)), [])
+        first = rank_points(self.score_points([t.short() for t in self.trials], run, found)) if self.halving else []
         kept = [trial.settings for trial in first[: math.ceil(len(first) / HALVING)]]
         left = [t for t in self.trials if not self.halving or t.settings in kept]
-        return Tuned(self, ranked(self.scored(left, run, found)), first)
+        return Tuned(self, rank_points(self.score_points(left, run, found)), first)
 
     def go_over(self, run: Run, found: Found) -> Swept:
         """Try the points and leave them in the order of the axes."""
-        whole = self.scored(self.trials, run, found)
+        whole = self.score_points(self.trials, run, found)
         if not whole:
-            raise nothing()
+            raise no_result_error()
         order = {name: list(plots.in_order(values)) for name, values in self.axes.items()}
         return Swept(self, sorted(whole, key=lambda t: [order[name].index(value) for name, value in t.settings.items()]))
 
-    def searched(self, run: Run, found: Found) -> list[Point]:
+    def search(self, run: Run, found: Found) -> list[Point]:
         """Points that Optuna chooses one after another: the same ones every time, as long as their scores are the same."""
         import optuna
 
@@ -205,7 +205,7 @@ class Plan:
                 asked = study.ask({name: space(values) for name, values in self.axes.items()})
                 point = {name: tidy(value) for name, value in asked.params.items()}
                 if tuple(point.values()) not in tried:
-                    for trial in self.scored([self.made(point)], run, found):
+                    for trial in self.score_points([self.make_point(point)], run, found):
                         tried[tuple(point.values())] = trial
                 known = tried.get(tuple(point.values()))
                 if known is None or not math.isfinite(known.rank):
@@ -217,13 +217,13 @@ class Plan:
         return list(tried.values())
 
 
-def ranked(trials: Sequence[Point]) -> list[Point]:
+def rank_points(trials: Sequence[Point]) -> list[Point]:
     if not trials:
-        raise nothing()
+        raise no_result_error()
     return sorted(trials, key=lambda t: -t.rank)
 
 
-def nothing() -> FedaggError:
+def no_result_error() -> FedaggError:
     return FedaggError("grid: no point came to a result with every seed; the runs' errors say why")
 
 
@@ -309,7 +309,7 @@ class Swept:
         axes = tried if searched else {name: self.plan.axes[name] for name in names}
         best, c = tuple(ordered[0].settings[name] for name in names), ordered[0].config
         title = f"{c.method} on {c.dataset}, {c.model}, {c.partition}: best {label(ordered[0].settings)}"
-        what = runs.measured(self.metric.label, [c])
+        what = runs.metric_name(self.metric.label, [c])
         return plots.over_grid(axes, at, best, Path(path), title, what, self.metric, searched)
 
 
@@ -347,7 +347,7 @@ class Tuned(Swept):
 
     @property
     def command(self) -> str:
-        return shlex.join(["fedagg", "run", *self.plan.said, *flags(self.best.settings)])
+        return shlex.join(["fedagg", "run", *self.plan.base_command, *flags(self.best.settings)])
 
     def to_toml(self) -> str:
         """All settings of `config`, as a file that `fedagg run` takes."""
@@ -389,11 +389,11 @@ def tune(
         out: a folder that keeps the results; the same call continues from there. Without one nothing is kept.
         settings: settings for all runs, as `fedagg.run` takes them; `validation` is the share held back, 0.1 by default.
     """
-    own = Given(checks.samples(data, None, None, settings), model, loss, metric)
+    own = PythonObjects(checks.samples(data, None, None, settings), model, loss, metric)
     plan = Plan.make(
         method, grid, settings | own.settings, preset=preset, seeds=seeds, random=random, halving=halving, trials=trials
     )
-    return own.tried(plan.carry_out, jobs, out)
+    return own.run_plan(plan.carry_out, jobs, out)
 
 
 def sweep(
@@ -413,12 +413,12 @@ def sweep(
     """Run a method over a grid of any settings, including those of the task, and show how the result changes. Nothing is chosen,
     and runs are scored on the test set unless `validation` is given. Arguments are those of `fedagg.tune`.
     """
-    own = Given(checks.samples(data, None, None, settings), model, loss, metric)
+    own = PythonObjects(checks.samples(data, None, None, settings), model, loss, metric)
     plan = Plan.make(method, grid, settings | own.settings, preset=preset, seeds=seeds, choosing=False)
-    return own.tried(plan.go_over, jobs, out)
+    return own.run_plan(plan.go_over, jobs, out)
 
 
-class Given:
+class PythonObjects:
     """The Python objects for the runs of a grid."""
 
     def __init__(self, data: Dataset | None, model: nn.Module | str | None, loss: Loss | None, metric: Judge) -> None:
@@ -432,7 +432,7 @@ class Given:
         self.metric = None if isinstance(metric, str) else metric
         self.mine += [name for name, thing in (("loss", loss), ("metric", self.metric)) if thing is not None]
 
-    def tried(self, carry_out: Callable[[Run, Found], R], jobs: int | str, out: str | Path | None) -> R:
+    def run_plan(self, carry_out: Callable[[Run, Found], R], jobs: int | str, out: str | Path | None) -> R:
         """Run the plan: in this process if objects came from Python, else as the command does."""
         if not self.mine:
             with tempfile.TemporaryDirectory() as scratch:
@@ -475,7 +475,7 @@ def score(store: Store, config: Config) -> Scored | None:
     return None if found is None else (found.score, found.metric)
 
 
-def judged(trial: Point, found: Sequence[Scored]) -> Point:
+def with_scores(trial: Point, found: Sequence[Scored]) -> Point:
     return replace(trial, scores=tuple(value for value, _ in found), metric=found[0][1])
 
 

@@ -147,7 +147,7 @@ def test_no_test_sample_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(evaluator.samples(Layout(module).pack(module))[1][0][0], hits.double())
     assert 0 <= result.accuracy <= 1
     for count in (1, 18, 19, 20, 38, 39, 57, 58):
-        parts = evaluate.parted(torch.arange(count), 19)
+        parts = evaluate.split_rows(torch.arange(count), 19)
         assert torch.equal(torch.cat(parts), torch.arange(count))
         assert min(map(len, parts)) > 1 or count == 1
 

@@ -79,17 +79,17 @@ class FedAgg(Algorithm):
         """Find the own rate by trial: all participants train at one rate after another, and the results are discarded. If clients
         do not report their losses, the base rate is used, and gradients are not limited."""
         self.state["rate"] = self.lr
-        if self.pace == "base" or not clients.open:
+        if self.pace == "base" or not clients.reports_numbers:
             return
         answers = clients.rehearse(Work(rate=clients.constant(STILL * self.lr), clip=math.inf)).values()
-        still = [told for told in answers if math.isfinite(told.loss) and math.isfinite(told.norm)]
-        if not any(told.first for told in still):  # no client answered, or none reported a loss
+        still = [report for report in answers if math.isfinite(report.loss) and math.isfinite(report.norm)]
+        if not any(report.first for report in still):  # no client answered, or none reported a loss
             return
-        self.state["norm"] = median(told.norm for told in still)
-        first = sum(told.loss for told in still) / len(still)
+        self.state["norm"] = median(report.norm for report in still)
+        first = sum(report.loss for report in still) / len(still)
         worst = first + abs(first)  # cap for losses, also those that are not finite
         # A client that makes only one step reports its loss before that step. If most do, the mean step of all clients is tried.
-        common = clients.rehearsed.velocity if clients.rehearsed and median(told.steps for told in still) <= 1 else None
+        common = clients.rehearsed.velocity if clients.rehearsed and median(report.steps for report in still) <= 1 else None
         losses: dict[int, float] = {}
         power: int | None = 0
         while power is not None and len(losses) < RATES:
@@ -98,8 +98,8 @@ class FedAgg(Algorithm):
             if common is not None:
                 work = replace(work, field=common[None], mix=torch.zeros(clients.epochs, 1), behind=rate)
             answers = clients.rehearse(work).values()
-            told = [answer.loss if common is None else answer.behind for answer in answers]
-            losses[power] = sum(loss if loss < worst else worst for loss in told) / len(told) if told else worst
+            tried = [answer.loss if common is None else answer.behind for answer in answers]
+            losses[power] = sum(loss if loss < worst else worst for loss in tried) / len(tried) if tried else worst
             power = meanfield.next_power(losses, first)
         bold = BOLD if meanfield.gains(losses, first) else 0.0  # on a plateau the best rate is the highest already
         self.state["rate"] = self.lr * 2 ** (meanfield.best_power(losses, first) + bold)
@@ -118,7 +118,7 @@ class FedAgg(Algorithm):
     def plan(self, clients: Clients) -> Work:
         """Theorem 1 around the expected path of the average client: φ2[k] = w̄ - η_ref k S φ1. The deviation is measured in units
         of |S φ1|, so that α has no unit."""
-        own, phi1, steps, epochs = self.own_share(), self.state["phi1"], clients.reach, clients.epochs
+        own, phi1, steps, epochs = self.own_share(), self.state["phi1"], clients.effective_steps, clients.epochs
         self.rate = self.own_rate(clients)
         pace, norm2 = self.rate / own, float(phi1.double().square().sum())
         if not norm2:

@@ -43,5 +43,5 @@ def blown_up(clients: Clients) -> bool:
     """Did many clients diverge in training: left out, with a loss to match? A client that was left out with a usual loss trained
     well. Its answer was damaged on the way, which says nothing about the model."""
 
-    lost = [c for c, told in clients.reported.items() if c in clients.left_out and not told.loss < worse(told.first)]
+    lost = [c for c, report in clients.reported.items() if c in clients.left_out and not report.loss < worse(report.first)]
     return len(lost) > LOST_SHARE * len(clients.reported)

@@ -58,17 +58,17 @@ class Timing:
         self.note = seen["note"]
 
 
-def bench(task: Task, rivals: Sequence[str], passes: int = 2, told: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Time every rival on the task and return plain values for a table. `told` is called with lines about the progress."""
+def bench(task: Task, rivals: Sequence[str], passes: int = 2, tell: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    """Time every rival on the task and return plain values for a table. `tell` is called with lines about the progress."""
     known = {name: find(name) for name in dict.fromkeys(rivals)}
     timings = {name: Timing(rival.name or name, rival.about, rival.package, rival.version) for name, rival in known.items()}
     rate, operations, load = 0.0, 0.0, os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     for turn in range(passes):
-        told(f"pass {turn + 1} of {passes}: the device's peak rate")
+        tell(f"pass {turn + 1} of {passes}: the device's peak rate")
         try:
             seen = launch("peak", task)
         except Failed as error:
-            told(f"the device's peak rate: {error}")
+            tell(f"the device's peak rate: {error}")
         else:
             rate, operations = max(rate, seen["rate"]), seen["operations"]
         for name, timing in timings.items():
@@ -76,7 +76,7 @@ def bench(task: Task, rivals: Sequence[str], passes: int = 2, told: Callable[[st
                 timing.failure = "not installed"
             if timing.failure:
                 continue
-            told(f"pass {turn + 1} of {passes}: {timing.about}")
+            tell(f"pass {turn + 1} of {passes}: {timing.about}")
             try:
                 timing.add(launch(name, task))
             except Failed as error:

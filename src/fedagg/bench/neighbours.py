@@ -24,34 +24,34 @@ FOREVER = 10**9  # rounds; a process ends when its standard input ends
 
 
 def bench(
-    task: Task, runs: int = 2, seconds: float = 5.0, passes: int = 3, told: Callable[[str], None] = lambda line: None
+    task: Task, runs: int = 2, seconds: float = 5.0, passes: int = 3, tell: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
     """The seconds that a round takes in one run alone and in each of several runs at once, and the ratio of the two: plain values
-    for a table, medians over the passes. `told` is called with lines about the progress."""
+    for a table, medians over the passes. `tell` is called with lines about the progress."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     alone: list[float] = []
-    beside: list[float] = []
+    together: list[float] = []
     with ExitStack() as stack:
-        told(f"{runs} processes start")
+        tell(f"{runs} processes start")
         all_runs = [stack.enter_context(Run(task)) for _ in range(runs)]
         notes = [run.answer() for run in all_runs]
         for turn in range(passes):
-            told(f"pass {turn + 1} of {passes}: one alone")
+            tell(f"pass {turn + 1} of {passes}: one alone")
             one = all_runs[turn % runs]
             one.ask(seconds)
             alone.append(one.answer())
-            told(f"pass {turn + 1} of {passes}: {runs} side by side")
+            tell(f"pass {turn + 1} of {passes}: {runs} side by side")
             for run in all_runs:
                 run.ask(seconds)
-            beside.append(statistics.mean(run.answer() for run in all_runs))
+            together.append(statistics.mean(run.answer() for run in all_runs))
     return {
         "task": {**asdict(task), "shape": list(task.shape), "per_round": task.per_round, "passes": passes},
         "machine": {**measure.machine(task), "load_before": load},
         "runs": runs,
         "alone": statistics.median(alone),
-        "beside": statistics.median(beside),
-        "ratio": statistics.median(beside) / statistics.median(alone),
-        "passes": [{"alone": one, "beside": two} for one, two in zip(alone, beside, strict=True)],
+        "beside": statistics.median(together),
+        "ratio": statistics.median(together) / statistics.median(alone),
+        "passes": [{"alone": one, "beside": two} for one, two in zip(alone, together, strict=True)],
         "note": notes[0],
     }
 

@@ -60,9 +60,9 @@ def load(name: str, arguments: Sequence[str] = ()) -> click.Command:
     if isinstance(found, typer.Typer):
         return typer.main.get_command(found)
     if any(p.kind is p.VAR_KEYWORD for p in inspect.signature(found).parameters.values()):
-        from fedagg.cli.options import bring, with_settings
+        from fedagg.cli.options import load_named, with_settings
 
-        bring(arguments)
+        load_named(arguments)
         found = with_settings(found)
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     alone.command(name)(found)

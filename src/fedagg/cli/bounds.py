@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from fedagg import files, plots, plugins, runs
-from fedagg.cli import given
+from fedagg.cli import from_python
 from fedagg.cli.show import out
 
 if TYPE_CHECKING:
@@ -36,12 +36,12 @@ def bounds(
 
     The exit status is 1 if a bound that applies does not hold.
     """
-    plots.ready()
+    plots.require_matplotlib()
     from fedagg.theory import from_run, present  # loads scipy
 
     config = runs.load(run).config
     plugins.load(config.plugin)
-    given.refuse(config, "run", run, "fedagg.theory.from_run.analyse(Path({folder!r}), {given})")
+    from_python.refuse(config, "run", run, "fedagg.theory.from_run.analyse(Path({folder!r}), {given})")
     analysis = from_run.analyse(run, rounds, data_dir=data_dir)
     folder = files.folder(out_dir or run)
     written = present.write(analysis, folder)

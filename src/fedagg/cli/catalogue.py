@@ -33,7 +33,7 @@ def list_all(
     plugin: Plugin = None,
 ) -> None:
     """Show algorithms, data sets, models, partitions, engines, trackers and presets; or the options of one method."""
-    brought = plugins.named(plugin)
+    brought = plugins.parse_names(plugin)
     plugins.load(brought)
     if method is not None:
         return out.print(options(method))

@@ -34,14 +34,14 @@ def export(
         words = "the run's model came from Python; name the function that makes it, with --model FILE.py:FUNCTION"
         raise SettingError("run", str(run), f"{words}. Its weights alone are in {run / 'model.safetensors'}")
     form = numbers(shape)
-    written = fedagg.load(run, model=made(model) if model is not None else None).export(to, path, shape=form)
+    written = fedagg.load(run, model=build_network(model) if model is not None else None).export(to, path, shape=form)
     out.print(str(written.path), soft_wrap=True, highlight=False)
     if written.samples:
         words = f"checked: it runs, and on {written.samples} random samples differs from the network by at most"
         out.print(f"{words} {written.difference:.1g}", soft_wrap=True, highlight=False)
 
 
-def made(reference: str) -> nn.Module:
+def build_network(reference: str) -> nn.Module:
     """The network that a function in a file or module returns."""
     place, _, name = reference.rpartition(":")
     if not place:

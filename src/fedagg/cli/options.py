@@ -68,16 +68,16 @@ def preset() -> inspect.Parameter:
     return parameter("preset", Annotated[str | None, typer.Option("--preset", help=text, show_default=False)])
 
 
-def bring(arguments: Sequence[str]) -> None:
+def load_named(arguments: Sequence[str]) -> None:
     """Load the plugins and methods that a command line names before parsing it, because they have their own options."""
     words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
     after = list(pairwise(words))
     files = [Path(word) for word in words if word.endswith(".toml")]
     files += [Path(folder) / "config.toml" for flag, folder in after if flag == "--resume"]
-    said = [read(file) for file in files if file.is_file()]
-    for given in (*(name for flag, name in after if flag == "--plugin"), *(one.get("plugin") for one in said)):
-        plugins.load(plugins.named(given))
-    for name in (*(part for word in words for part in word.split(",")), *(str(one.get("algorithm")) for one in said)):
+    file_settings = [read(file) for file in files if file.is_file()]
+    for given in (*(name for flag, name in after if flag == "--plugin"), *(one.get("plugin") for one in file_settings)):
+        plugins.load(plugins.parse_names(given))
+    for name in (*(part for word in words for part in word.split(",")), *(str(one.get("algorithm")) for one in file_settings)):
         if name and REGISTRY.has(name):
             REGISTRY.find(name)
 

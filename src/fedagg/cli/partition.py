@@ -18,13 +18,13 @@ from torch import nn
 
 from fedagg import files, plugins, runs
 from fedagg import partition as splits
-from fedagg.cli import given as from_python
+from fedagg.cli import from_python
 from fedagg.cli.catalogue import Plugin
 from fedagg.cli.show import out, waiting
 from fedagg.config import Config, resolve
 from fedagg.data import Dataset
 from fedagg.errors import FedaggWarning, SettingError
-from fedagg.federation import build_model, chosen_data, counted, deal
+from fedagg.federation import build_model, chosen_data, deal, with_client_count
 from fedagg.result import finite
 
 if TYPE_CHECKING:
@@ -64,14 +64,14 @@ def partition(
         "seed": seed,
         "model": model,
         "data_dir": data_dir,
-        "plugin": plugins.named(plugin) or None,
+        "plugin": plugins.parse_names(plugin) or None,
     }
-    config = chosen(given, run, labels)
+    config = choose_config(given, run, labels)
     if labels is not None:
         samples, known = None, splits.from_file(labels)
     else:
         samples = chosen_data(config).held_back(config.validation, config.seed)
-        config = counted(config, samples)
+        config = with_client_count(config, samples)
         known = samples.y_train.numpy()
     models = networks(config, samples, run) if samples else {}
 
@@ -104,7 +104,7 @@ def partition(
     out.print(f"files: {folder}", markup=False, highlight=False, soft_wrap=True)
 
 
-def chosen(given: dict[str, Any], run: Path | None, labels: Path | None) -> Config:
+def choose_config(given: dict[str, Any], run: Path | None, labels: Path | None) -> Config:
     options = {key: value for key, value in given.items() if value is not None}
     if run is None:
         if labels is not None and "dataset" in options:
@@ -144,7 +144,7 @@ def networks(config: Config, data: Dataset, run: Path | None) -> dict[str, nn.Mo
     """The models whose gradients are compared: the initial one, and the final one of a run."""
     models = {"initial": build_model(config, data)}
     if run is not None:
-        models["final"] = runs.trained(build_model(config, data), run / "model.safetensors")
+        models["final"] = runs.load_weights(build_model(config, data), run / "model.safetensors")
     return models
 
 

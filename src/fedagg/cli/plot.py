@@ -36,7 +36,7 @@ def plot(
     each: Annotated[bool, typer.Option("--each", help="of runs: a line for every run, instead of the mean over seeds")] = False,
 ) -> int:
     """Draw figures of the paper from a results folder, or the curves of runs, as PNG, SVG and PDF."""
-    plots.ready()
+    plots.require_matplotlib()
     endings = words(form) or []
     for ending in endings or [""]:
         if ending not in plots.FORMATS:
@@ -100,8 +100,8 @@ def draw_panels(found: list[Run], lines: Lines, paths: list[Path]) -> list[Path]
     """The metric, loss, mean learning rate and drift over rounds. Each metric has its own panel."""
     configs, metrics = [run.config for run in found], dict.fromkeys(run.metric for run in found)
     columns = (
-        *((metric.key, f"{runs.measured(metric.label, configs)}{metric.unit}", metric.scale) for metric in metrics),
-        ("loss", runs.measured("loss", configs), 1.0),
+        *((metric.key, f"{runs.metric_name(metric.label, configs)}{metric.unit}", metric.scale) for metric in metrics),
+        ("loss", runs.metric_name("loss", configs), 1.0),
         ("rate_mean", "learning rate, mean over clients and epochs", 1.0),
         ("drift", "mean distance a client moved", 1.0),
     )
@@ -123,12 +123,12 @@ def draw_runs(found: list[Run], paths: list[Path]) -> list[Path]:
 def draw_means(found: list[Run], paths: list[Path]) -> list[Path]:
     """A line for every method of every setting: the mean over its seeds, with a band of one standard deviation."""
     entries = [content.from_run(run) for run in found]
-    groups = content.grouped(entries)
+    groups = content.group_entries(entries)
     for note in content.left_out(entries, groups):
         err.print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
     series = [one for group in groups for one in group.series.values()]
     tasks = [runs.task(one.trials[0].config) for one in series]
-    differ = runs.differing(tasks)
+    differ = runs.differing_settings(tasks)
     names = [", ".join(filter(None, (one.name, *(said[key] for key in differ)))) for one, said in zip(series, tasks, strict=True)]
     if len(set(names)) < len(names):  # settings given from Python all have the same name
         names = [f"{one.name}, {group.name}" for group in groups for one in group.series.values()]

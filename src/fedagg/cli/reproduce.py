@@ -72,8 +72,12 @@ def reproduce(
     if form not in formats.FORMATS:
         raise unknown("format", form, formats.FORMATS)
     where: dict[str, Any] = {"device": device, "engine": engine, "chunk": chunk, "threads": threads}
-    where |= {"eval_every": eval_every, "data_dir": str(data_dir) if data_dir else None, "plugin": plugins.named(plugin) or None}
-    plugins.load(plugins.named(plugin))
+    where |= {
+        "eval_every": eval_every,
+        "data_dir": str(data_dir) if data_dir else None,
+        "plugin": plugins.parse_names(plugin) or None,
+    }
+    plugins.load(plugins.parse_names(plugin))
     specs = [
         grid.narrow(
             spec,
@@ -86,11 +90,11 @@ def reproduce(
             tuning_seeds=numbers("tuning-seeds", tuning_seeds) if tuning_seeds is not None else None,
             halving=halving,
         )
-        for spec, patterns in chosen(what, words(rows))
+        for spec, patterns in choose_specs(what, words(rows))
     ]
     scores.check_target(target)
     if not quiet and any(spec.kind not in ("table", "tuned") for spec in specs):
-        plots.ready()
+        plots.require_matplotlib()
     store = Store(results)
     status = 0
     if not show:
@@ -103,7 +107,7 @@ def reproduce(
                 status = max(status, run_tuned(spec, store, jobs, until, fetch))
     for spec in [] if quiet else specs:
         if spec.tuning is not None or (spec.kind == "table" and target is not None):
-            found = tuned.gather(spec, store, tuned.tried(results))
+            found = tuned.gather(spec, store, tuned.trial_store(results))
             wide = target is None and form != "csv"
             show_sheet(tuned.sheet(spec, found) if wide else tuned.details(spec, found, target), form)
         elif spec.kind == "table":
@@ -114,7 +118,7 @@ def reproduce(
     return status
 
 
-def chosen(what: str, rows: list[str] | None) -> list[tuple[Spec, list[str] | None]]:
+def choose_specs(what: str, rows: list[str] | None) -> list[tuple[Spec, list[str] | None]]:
     """The specifications with their rows; for `all`, those that have any of the given rows."""
     if what != "all":
         return [(grid.load(what), rows)]
@@ -132,7 +136,7 @@ def chosen(what: str, rows: list[str] | None) -> list[tuple[Spec, list[str] | No
 def run_tuned(spec: Spec, store: Store, jobs: int | str, until: float | None, fetch: bool) -> int:
     """Run the points of every grid on the data held back, then the best ones on the test set."""
     assert spec.tuning is not None
-    tries, status = tuned.tried(store.folder), 0
+    tries, status = tuned.trial_store(store.folder), 0
     phases = {"short runs": True, "choosing settings": False} if spec.tuning.halving else {"choosing settings": False}
     last = len(phases) + 1
     for number, (what, short) in enumerate(phases.items(), start=1):

@@ -13,7 +13,7 @@ import typer
 
 import fedagg
 from fedagg import trackers
-from fedagg.cli import given as from_python
+from fedagg.cli import from_python
 from fedagg.cli.process import leads
 from fedagg.cli.show import err, out, results_table, task
 from fedagg.cli.watch import Watch, watched

@@ -18,7 +18,7 @@ from fedagg.cli.compare import hint
 from fedagg.cli.reproduce import Jobs, numbers, run_all
 from fedagg.cli.show import err, out, show_sheet
 from fedagg.comparison import check
-from fedagg.config import Config, options_of, said
+from fedagg.config import Config, collect_settings, options_of
 from fedagg.errors import FedaggWarning, MissingError, SettingError
 from fedagg.federation import chosen_data
 from fedagg.reproduce import running
@@ -57,10 +57,10 @@ def tune(
     what is finished in its folder is not run again.
     """
     how = {"random": random, "halving": halving, "trials": trials}
-    plan = planned(algorithm, config, grid, seeds, settings, **how)
+    plan = make_plan(algorithm, config, grid, seeds, settings, **how)
     folder = out_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-tune-{plan.trials[0].config.method}"
     check_first(plan)
-    found, status = tried(plan.carry_out, folder, jobs, out_dir)
+    found, status = run_plan(plan.carry_out, folder, jobs, out_dir)
     if found is None:
         return status
     files.write(folder / "best.toml", found.to_toml())
@@ -69,14 +69,14 @@ def tune(
         words = f"the best {name}, {found.best.settings[name]}, lies on the edge of the grid; try values beyond it"
         err.print(words, style="yellow", markup=False, highlight=False, soft_wrap=True)
     if as_json:
-        told = {
+        figures = {
             "best": found.best.settings,
             found.metric.key: finite(found.best.mean),
             "edges": found.edges,
             "trials": found.rows(),
         }
         files_made = {"command": found.command, "toml": str(folder / "best.toml"), "plot": picture and str(picture)}
-        sys.stdout.write(json.dumps(told | files_made) + "\n")
+        sys.stdout.write(json.dumps(figures | files_made) + "\n")
         return status
     show_sheet(found.sheet())
     for words in (f"best: {found.command}", f"settings: {folder / 'best.toml'}", f"plot: {picture}" if picture else ""):
@@ -102,10 +102,10 @@ def sweep(
     Nothing is chosen: runs are scored on the test set, unless --validation is given. Stopped, the same command goes on.
     """
     sheets.check_format(form)
-    plan = planned(algorithm, config, grid, seeds, settings, choosing=False)
+    plan = make_plan(algorithm, config, grid, seeds, settings, choosing=False)
     folder = out_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-sweep-{plan.trials[0].config.method}"
     check_first(plan, every=bool(plan.axes.keys() & {*TASK, "model"}))
-    found, status = tried(plan.go_over, folder, jobs, out_dir)
+    found, status = run_plan(plan.go_over, folder, jobs, out_dir)
     if found is None:
         return status
     picture = draw(found, folder / f"{found.metric.key}.png")
@@ -118,11 +118,11 @@ def sweep(
     return status
 
 
-def planned(algorithm: str, file: Path | None, grid: list[str], seeds: str, settings: dict[str, Any], **how: Any) -> Plan:
+def make_plan(algorithm: str, file: Path | None, grid: list[str], seeds: str, settings: dict[str, Any], **how: Any) -> Plan:
     preset = settings.pop("preset", None)
     if settings.get("seed") is not None:
         raise SettingError("seed", settings["seed"], "every point is run with several; give --seeds")
-    chosen, base = said({**settings, "algorithm": algorithm}, file, preset)
+    chosen, base = collect_settings({**settings, "algorithm": algorithm}, file, preset)
     held_back = {"validation": chosen.get("validation", VALIDATION)} if how.get("choosing", True) else {}
     points = axes(grid, {**base, **chosen})
     return Plan.make(algorithm, points, {**settings, **held_back}, file=file, preset=preset, seeds=numbers("seeds", seeds), **how)
@@ -136,7 +136,7 @@ def check_first(plan: Plan, every: bool = False) -> None:
         check(config, sets[config.dataset])
 
 
-def tried(carry_out: Callable[[Run, Found], R], folder: Path, jobs: str, out_dir: Path | None) -> tuple[R | None, int]:
+def run_plan(carry_out: Callable[[Run, Found], R], folder: Path, jobs: str, out_dir: Path | None) -> tuple[R | None, int]:
     """Run the plan in a folder with a progress display. Returns its result, None if it was stopped, and the exit status."""
     running.processes(jobs, 1)
     store = Store(files.folder(folder))

@@ -76,7 +76,7 @@ class Dataset:
         if (found := x["x_test"].shape[1:]) != (shape := x["x_train"].shape[1:]):
             raise SettingError("x_test", tuple(found), f"samples must have the shape of x_train's, {tuple(shape)}")
         count = targets.outputs(task, y, x["x_train"], classes)
-        people = {"users": None if users is None else owners(users, len(x["x_train"])), "labels": called(labels, count)}
+        people = {"users": None if users is None else owners(users, len(x["x_train"])), "labels": class_names(labels, count)}
         for key, value in {**x, **y, "name": name, "classes": count, "task": task, **people}.items():
             object.__setattr__(self, key, value)
 
@@ -92,7 +92,7 @@ class Dataset:
                 part (0.2), or the test part itself; `name`, `classes` and `task` are those of the Dataset; samples in files
                 that would take more than `memory` GiB (by default half of the machine's memory) stay on disk.
         """
-        readers = importlib.import_module("fedagg.data.of")  # imported here because it imports Dataset itself
+        readers = importlib.import_module("fedagg.data.readers")  # imported here because it imports Dataset itself
         made: Dataset = readers.dataset(source, **options)
         return made
 
@@ -248,7 +248,7 @@ def owners(given: Any, samples: int) -> np.ndarray[Any, Any]:
     return users
 
 
-def called(given: Sequence[str] | None, classes: int) -> tuple[str, ...] | None:
+def class_names(given: Sequence[str] | None, classes: int) -> tuple[str, ...] | None:
     """The names of all classes."""
     if given is None:
         return None

@@ -19,7 +19,7 @@ Array = np.ndarray[Any, Any]
 WINDOW, TEST, READING = 2, 4, 8
 
 
-def allowed(memory: float | None) -> int:
+def memory_limit(memory: float | None) -> int:
     """Bytes that samples may take: this many GiB, or half of the machine's memory."""
     if memory is None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -25,7 +25,7 @@ from fedagg.engines.base import Engine, Setting, Stepper, class_means, class_sum
 from fedagg.engines.sequential import Sequential
 from fedagg.engines.vmapped import VmappedNetwork
 from fedagg.errors import FedaggWarning, SettingError
-from fedagg.flat import Model, Workspace, copied
+from fedagg.flat import Model, Workspace, copy_module
 from fedagg.work import Chunk, Client, Job, LocalStep, Memory, State, Work
 
 WITHIN = 1e-2  # relative error: rounding stays below it, real differences exceed it
@@ -504,7 +504,7 @@ class Batched:
 
 def without_dropout(module: nn.Module) -> nn.Module:
     """A copy without random draws, so that two ways of training it can be compared."""
-    module = copied(module)
+    module = copy_module(module)
     for part in module.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd):
             part.p = 0.0

@@ -18,7 +18,7 @@ from fedagg.engines.base import Setting
 from fedagg.engines.batched import NUDGE, WITHIN, Network, seeded, without_dropout
 from fedagg.engines.graph import hooked, traced
 from fedagg.errors import SettingError, first_line
-from fedagg.flat import Model, Workspace, copied
+from fedagg.flat import Model, Workspace, copy_module
 from fedagg.work import Loss, cross_entropy
 
 MOST = 8  # samples per client
@@ -29,7 +29,7 @@ class Trial:
     form, so the step is tried without it."""
 
     def __init__(self, setting: Setting) -> None:
-        self.setting = replace(setting, module=copied(setting.module), half=False)
+        self.setting = replace(setting, module=copy_module(setting.module), half=False)
         module = self.setting.module
         self.size = min(MOST, len(setting.x))
         # From all over the data, which may be sorted: a module that looks at other clients' samples must find different ones there.

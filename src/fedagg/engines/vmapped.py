@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.func import functional_call, grad_and_value, vmap
 
 from fedagg.engines.base import Setting
-from fedagg.flat import copied
+from fedagg.flat import copy_module
 from fedagg.work import Client, ClientLoss, Learner
 
 # Users need not know which operations torch runs one client at a time: the result is the same.
@@ -29,7 +29,7 @@ class VmappedNetwork:
         layout, device = setting.layout, setting.device
         self.w, self.g = torch.zeros(n, layout.d, device=device), torch.zeros(n, layout.d, device=device)
         self.buffers = torch.zeros(n, layout.b, device=device)
-        self.module = copied(setting.module).to(device).train()  # a copy, because its tensors are replaced while it runs
+        self.module = copy_module(setting.module).to(device).train()  # a copy, because its tensors are replaced while it runs
         shapes = dict(layout.parameters)
         self.weights = {name: view.view(n, *shapes[name]) for name, view in layout.weights(self.w)}
         self.grads = {name: view.view(n, *shapes[name]) for name, view in layout.weights(self.g)}

@@ -31,7 +31,7 @@ from fedagg.flat import Layout, Model
 from fedagg.flower import messages, scores
 from fedagg.flower.data import NodeData, node_data
 from fedagg.flower.kinds import redact_errors
-from fedagg.flower.privacy import planned, updates_only
+from fedagg.flower.privacy import planned_rates, require_updates_only
 from fedagg.flower.scores import OwnMetric, Scores
 from fedagg.memory import ClientMemory
 from fedagg.tasks import CLASSIFICATION, Task
@@ -65,8 +65,8 @@ def client_app(
     app = ClientApp()
 
     def task_and_data(message: Message, context: Context) -> tuple[Task, NodeData]:
-        told: Any = message.content.config_records.get("config", {})
-        return scores.asked(told, metric), node_data(data(context), told.get("task"))
+        config: Any = message.content.config_records.get("config", {})
+        return scores.message_task(config, metric), node_data(data(context), config.get("task"))
 
     @app.query(mods=[redact_errors])
     def hello(message: Message, context: Context) -> Message:
@@ -74,27 +74,27 @@ def client_app(
         about the data is sent."""
         module, (task, node) = model(), task_and_data(message, context)
         layout = Layout(module)
-        fitting(module, task, node)
+        check_output(module, task, node)
         record = MetricRecord(
             {"client": client_of(context), "num-examples": len(node.data), "weights": layout.d, "buffers": layout.b}
         )
         version = ConfigRecord({"fedagg": fedagg.__version__, "task": node.data.task})
         return Message(RecordDict({"metrics": record, "version": version}), reply_to=message)
 
-    @app.train(mods=[redact_errors, veil, *mods])
+    @app.train(mods=[redact_errors, secure_aggregation, *mods])
     def train(message: Message, context: Context) -> Message:
         module, (task, node), client = model(), task_and_data(message, context), client_of(context)
         order = messages.read_order(message.content, Layout(module))
         setting = setting_of(module, node, order.local, context, task, loss, order.work.represent)
         samples = torch.arange(len(node.data))
         job = Job(client=client, samples=samples, epochs=order.epochs, seed=order.seed)
-        at, work = order.model.to(setting.device), messages.moved(order.work, setting.device)
+        at, work = order.model.to(setting.device), messages.to_device(order.work, setting.device)
         method = method_of(order, context) if work.memory or order.custom else None
         work = replace(work, **{name: getattr(method, name) for name in order.custom})
         if quiet:
-            updates_only(work, "quiet")
-        found = tested(setting, node, at, task) if order.test and not quiet else None
-        tests = found.told(scores.ALONG) if found is not None else {}
+            require_updates_only(work, "quiet")
+        found = score_model(setting, node, at, task) if order.test and not quiet else None
+        tests = found.as_record(scores.ALONG) if found is not None else {}
         memory = ClientMemory(setting.layout.d)
         if work.memory:
             memory.write(client, recall(context, order, setting.layout.d))
@@ -105,12 +105,12 @@ def client_app(
             chunk = without_private_numbers(chunk, work)
             # LocalDpMod draws from numpy's global generator, and model() or data() may have seeded it.
             np.random.seed()  # noqa: NPY002
-        if order.veil:
+        if order.secure:
             # It needs the older half of Flower, which nothing else should import.
-            from fedagg.flower.secagg import private_answer, veiled_answer
+            from fedagg.flower.secagg import masked_answer, private_answer
 
             longest = order.longest
-            answer = veiled_answer(chunk, work, len(samples), tests) if longest is None else private_answer(chunk, longest, tests)
+            answer = masked_answer(chunk, work, len(samples), tests) if longest is None else private_answer(chunk, longest, tests)
             return Message(answer, reply_to=message)
         return Message(messages.write_answer(chunk, at, len(samples), tests), reply_to=message)
 
@@ -121,14 +121,14 @@ def client_app(
         if not quiet:
             at = messages.read_model(messages.one(message.content.array_records), Layout(module))
             setting = setting_of(module, node, ClientOptions(epochs=1, batch_size=1), context, task, loss)
-            found = tested(setting, node, at.to(setting.device), task)
-        record = MetricRecord({"num-examples": 0, **(found.told() if found is not None else {})})
+            found = score_model(setting, node, at.to(setting.device), task)
+        record = MetricRecord({"num-examples": 0, **(found.as_record() if found is not None else {})})
         return Message(RecordDict({"metrics": record}), reply_to=message)
 
     return app
 
 
-def tested(setting: Setting, node: NodeData, model: Model, task: Task) -> Scores | None:
+def score_model(setting: Setting, node: NodeData, model: Model, task: Task) -> Scores | None:
     """The model's scores on the node's own test samples, if it has any."""
     if not node.tests:
         return None
@@ -138,7 +138,7 @@ def tested(setting: Setting, node: NodeData, model: Model, task: Task) -> Scores
 
 
 @torch.no_grad()
-def fitting(module: nn.Module, task: Task, node: NodeData) -> None:
+def check_output(module: nn.Module, task: Task, node: NodeData) -> None:
     """Check that the model's output fits the node's targets. Otherwise a wrong shape could go unnoticed. Class labels need no
     check, because their loss refuses what does not fit."""
     if task.name == CLASSIFICATION.name or node.data.task != task.name:
@@ -150,19 +150,19 @@ def fitting(module: nn.Module, task: Task, node: NodeData) -> None:
         raise SettingError("model()", form, f"for {len(x)} samples of {task.name} it must put out {words}")
 
 
-def veil(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+def secure_aggregation(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
     """Run SecAgg+ if the message is part of it."""
     if "secaggplus_configs" not in message.content.config_records:
         return call_next(message, context)
     # It needs the older half of Flower, which nothing else should import.
-    from fedagg.flower.masks import masked
+    from fedagg.flower.masks import secagg_mod
 
-    return masked(message, context, call_next)
+    return secagg_mod(message, context, call_next)
 
 
 def method_of(order: messages.Order, context: Context) -> algorithms.Algorithm:
     """The node's own copy of the method: losses, steps and what clients remember are code, which is not sent."""
-    plugins.load(plugins.named(context.run_config.get("plugin")))
+    plugins.load(plugins.parse_names(context.run_config.get("plugin")))
     if not algorithms.REGISTRY.has(order.method):
         words = "is not known on this node; import the module that registers it where the ClientApp is made, or name it as `plugin`"
         raise SettingError("algorithm", order.method, words)
@@ -172,7 +172,7 @@ def method_of(order: messages.Order, context: Context) -> algorithms.Algorithm:
 def without_private_numbers(chunk: Chunk, work: Work) -> Chunk:
     """The same update, with only those numbers beside it that follow from the work."""
     silent: dict[str, Any] = {f.name: torch.zeros_like(getattr(chunk, f.name)) for f in fields(Report)}
-    rates = planned(work, torch.zeros_like(chunk.delta[0]))
+    rates = planned_rates(work, torch.zeros_like(chunk.delta[0]))
     rates[chunk.jobs[0].epochs :] = 0.0
     known = {"steps": chunk.steps, "rates": rates[None]}
     return replace(chunk, **(silent | known))

@@ -27,16 +27,16 @@ class Closing(Grid):
         open_ = set(mine)
         if self.pace is not None:
             for question, message in mine.items():
-                self.pace.asked(question, message)
+                self.pace.note_question(question, message)
         wanted = math.ceil(self.share * len(given) - 1e-9)
         end, pause = time.monotonic() + (math.inf if timeout is None else timeout), 0.05
         replies: list[Message] = []
         while open_:
-            watched = set(self.pace.out) if self.pace is not None else set()
+            watched = set(self.pace.pending) if self.pace is not None else set()
             for reply in self.grid.pull_messages(sorted(open_ | watched)):
                 question = reply.metadata.reply_to_message_id
                 if self.pace is not None:
-                    self.pace.heard(question, reply.has_error())
+                    self.pace.note_answer(question, reply.has_error())
                 if question in mine:
                     replies.append(reply)
                     open_.discard(question)
@@ -45,7 +45,7 @@ class Closing(Grid):
             time.sleep(pause)
             pause = min(1.5 * pause, 3.0)
         if self.pace is not None:
-            self.pace.missed()
+            self.pace.drop_overdue()
         return replies
 
     # Everything else is passed on to the grid.

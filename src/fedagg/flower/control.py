@@ -81,7 +81,7 @@ class Control:
         self.client.close()
 
     @contextmanager
-    def asking(self) -> Iterator[None]:
+    def one_line_errors(self) -> Iterator[None]:
         """Turn Flower's errors into one line."""
         try:
             yield
@@ -91,10 +91,10 @@ class Control:
         except httpx.HTTPStatusError as error:
             if error.response.status_code in (502, 503, 504):
                 raise Unreachable(f"the SuperLink at {self.address} is not ready ({error.response.status_code})") from None
-            told = FlowerError.from_json(error.response.text)
-            if told is not None and told.code == ApiErrorCode.PUBLIC_KEY_ALREADY_IN_USE:
-                raise Known from None
-            words = [told.message, told.public_details or ""] if told is not None else [str(error)]
+            reply = FlowerError.from_json(error.response.text)
+            if reply is not None and reply.code == ApiErrorCode.PUBLIC_KEY_ALREADY_IN_USE:
+                raise AlreadyRegistered from None
+            words = [reply.message, reply.public_details or ""] if reply is not None else [str(error)]
             raise FedaggError(f"the SuperLink at {self.address} refuses: {' '.join(' '.join(words).split())}") from None
 
     # Nodes.
@@ -102,17 +102,17 @@ class Control:
     def register(self, key: Path) -> bool:
         """Admit a node. Was it unknown until now?"""
         try:
-            with self.asking():
+            with self.one_line_errors():
                 self.client.RegisterNode(RegisterNodeRequest(public_key=public_key(key), name=key.stem))
-        except Known:
+        except AlreadyRegistered:
             return False
         return True
 
     def nodes(self) -> list[NodeRow]:
-        with self.asking():
+        with self.one_line_errors():
             found = self.client.ListNodes(ListNodesRequest()).nodes_info
         rows = [NodeRow(n.node_id, n.name, n.status, n.last_activated_at or n.registered_at) for n in found]
-        return sorted((row for row in rows if row.status != "unregistered"), key=lambda row: (natural(row.name), row.node))
+        return sorted((row for row in rows if row.status != "unregistered"), key=lambda row: (natural_key(row.name), row.node))
 
     def revoke(self, which: str) -> NodeRow:
         """Revoke a node, by its id or the name of its key."""
@@ -121,14 +121,14 @@ class Control:
         if len(found) != 1:
             names = ", ".join(row.name or str(row.node) for row in known) or "nobody"
             raise SettingError("NODE", which, f"{'is not one node' if found else 'is not registered'}; there are: {names}")
-        with self.asking():
+        with self.one_line_errors():
             self.client.UnregisterNode(UnregisterNodeRequest(node_id=found[0].node))
         return found[0]
 
     # Runs.
 
     def runs(self) -> list[RunRow]:
-        with self.asking():
+        with self.one_line_errors():
             found = self.client.ListRuns(ListRunsRequest()).run_dict.values()
         rows = [
             RunRow(
@@ -151,7 +151,7 @@ class Control:
     def start(self, folder: Path, overrides: dict[str, Any]) -> int:
         content = build_fab_from_disk(folder)
         fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
-        with self.asking():
+        with self.one_line_errors():
             answer = self.client.StartRun(
                 StartRunRequest(fab=fab_to_proto(fab), override_config=user_config_to_proto(overrides), federation="")
             )
@@ -160,12 +160,12 @@ class Control:
         return answer.run_id
 
     def stop(self, run: int) -> None:
-        with self.asking():
+        with self.one_line_errors():
             self.client.StopRun(StopRunRequest(run_id=run))
 
     def log(self, run: int, tell: Callable[[str], None], after: float = 0.0) -> None:
         """Pass on the log until the run or the SuperLink ends."""
-        with self.asking():
+        with self.one_line_errors():
             for part in self.client.StreamLogs(StreamLogsRequest(run_id=run, after_timestamp=after)):
                 tell(part.log_output)
 
@@ -175,16 +175,16 @@ class Control:
         """Start a run and follow it to its end. If it fails, or its SuperLink goes down, it is started again up to `restarts`
         times, and continues after the last complete round. Raises FedaggError if the last attempt fails too."""
         for attempt in range(restarts + 1):
-            run, down = self.patiently(lambda: self.start(folder, overrides), patience), False
+            run, down = self.retry(lambda: self.start(folder, overrides), patience), False
             tell(f"run {run} has started\n")
             try:
                 self.log(run, tell)
             except Unreachable as error:
                 # The server application goes down with its SuperLink. What is left of the run would block the next one.
                 tell(f"{error}\n")
-                self.patiently(partial(self.end, run), patience)
+                self.retry(partial(self.end, run), patience)
                 down = True
-            ended: RunRow = self.patiently(partial(self.latest, run), patience)
+            ended: RunRow = self.retry(partial(self.latest, run), patience)
             if ended.status == "completed":
                 return ended
             why = "its SuperLink went down" if down else f"{ended.status} ({ended.details or 'no word of why'})"
@@ -197,7 +197,7 @@ class Control:
         if self.latest(run).status in ("pending", "starting", "running"):
             self.stop(run)
 
-    def patiently(self, ask: Callable[[], Any], patience: float) -> Any:
+    def retry(self, ask: Callable[[], Any], patience: float) -> Any:
         """Ask a SuperLink that may be restarting, until it answers."""
         end = time.monotonic() + patience
         while True:
@@ -222,7 +222,7 @@ def address(folder: Path) -> str:
         ) from None
 
 
-class Known(Exception):
+class AlreadyRegistered(Exception):
     """The key is already registered."""
 
 
@@ -260,7 +260,7 @@ def public_key(path: Path) -> bytes:
     return public_key_to_bytes(key)
 
 
-def natural(name: str) -> tuple[str, int]:
+def natural_key(name: str) -> tuple[str, int]:
     """A sort key that puts node-10 after node-9."""
     head, _, tail = name.rpartition("-")
     return (head, int(tail)) if tail.isdecimal() else (name, -1)

@@ -14,7 +14,7 @@ import numpy as np
 from flwr.app import Context
 
 from fedagg import files
-from fedagg.data import Dataset, of
+from fedagg.data import Dataset, readers
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ def node_data(given: Any, task: str | None = None) -> NodeData:
     a node would have to know those of all other nodes."""
     if isinstance(given, Dataset):
         return NodeData(given.of_task(task), True)
-    train, test = of.read(given)
+    train, test = readers.read(given)
     tested = test or train
     return NodeData(Dataset(train.x, train.y, tested.x, tested.y, task=task), test is not None)
 

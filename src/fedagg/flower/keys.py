@@ -37,9 +37,9 @@ def make(folder: Path, nodes: int, hosts: Sequence[str]) -> list[Path]:
     own = certificate(issuer, issuer, authority, authority, [], ca=True)
     signed = certificate(issuer, name(hosts[0]), authority, server, names, ca=False)
     written = [
-        public(folder / "ca.crt", own.public_bytes(Encoding.PEM)),
-        public(folder / "server.crt", signed.public_bytes(Encoding.PEM)),
-        private(folder / "server.key", server.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())),
+        write_public(folder / "ca.crt", own.public_bytes(Encoding.PEM)),
+        write_public(folder / "server.crt", signed.public_bytes(Encoding.PEM)),
+        write_private(folder / "server.key", server.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())),
     ]
     for node in range(nodes):
         written += node_key(folder, node)
@@ -49,8 +49,8 @@ def make(folder: Path, nodes: int, hosts: Sequence[str]) -> list[Path]:
 def node_key(folder: Path, node: int) -> list[Path]:
     key = ec.generate_private_key(ec.SECP384R1())
     return [
-        private(folder / f"node-{node}", key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())),
-        public(folder / f"node-{node}.pub", key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n"),
+        write_private(folder / f"node-{node}", key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())),
+        write_public(folder / f"node-{node}.pub", key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n"),
     ]
 
 
@@ -98,15 +98,15 @@ def general_name(host: str) -> x509.GeneralName:
         return x509.DNSName(host)
 
 
-def private(path: Path, content: bytes) -> Path:
+def write_private(path: Path, content: bytes) -> Path:
     """Write a file that others can never read, not even for a moment."""
     before = os.umask(0o077)
     try:
-        return public(path, content)
+        return write_public(path, content)
     finally:
         os.umask(before)
 
 
-def public(path: Path, content: bytes) -> Path:
+def write_public(path: Path, content: bytes) -> Path:
     files.write(path, content)
     return path

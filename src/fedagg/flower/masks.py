@@ -41,12 +41,12 @@ def mask(secret: bytes, modulus: int, shapes: list[tuple[int, ...]]) -> list[NDA
     return [numbers(shape) for shape in shapes]
 
 
-def packed(numbers: NDArray[np.int64]) -> bytes:
+def pack(numbers: NDArray[np.int64]) -> bytes:
     """Masked numbers in 32 bits each: they are below 2^32, so half of the bytes that Flower sends are zeros."""
     return ndarray_to_bytes(numbers.astype(np.uint32))
 
 
-def unpacked(data: bytes) -> NDArray[np.int64]:
+def unpack(data: bytes) -> NDArray[np.int64]:
     return bytes_to_ndarray(data).astype(np.int64)
 
 
@@ -69,11 +69,11 @@ def names(code: CodeType) -> Iterator[str]:
             yield from names(inner)
 
 
-_collect = with_names(_collect_masked_vectors, pseudo_rand_gen=mask, ndarray_to_bytes=packed)
+_collect = with_names(_collect_masked_vectors, pseudo_rand_gen=mask, ndarray_to_bytes=pack)
 _protocol = with_names(secaggplus_mod, _collect_masked_vectors=_collect)
 
 
-def masked(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+def secagg_mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
     """Flower's SecAgg+ on the node, with masks from `mask`."""
     reply = _protocol(message, context, call_next)
     assert isinstance(reply, Message)

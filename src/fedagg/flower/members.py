@@ -90,8 +90,8 @@ class Members:
         why = None
         facts = dict(next(iter(reply.content.metric_records.values()), {}))
         client, size = facts.get("client"), facts.get("num-examples")
-        said = dict(reply.content.config_records.get("version", {}))
-        version, task = str(said.get("fedagg")), said.get("task")
+        about = dict(reply.content.config_records.get("version", {}))
+        version, task = str(about.get("fedagg")), about.get("task")
         if version != fedagg.__version__:
             why = f"it runs fedagg {version}, the server {fedagg.__version__}; install the same on both"
         elif not isinstance(client, int) or not isinstance(size, int) or client < 0 or size < 1:
@@ -133,16 +133,16 @@ class Members:
 
     def gather(self, grid: Grid, least: int, seconds: float) -> None:
         """Wait until at least `least` nodes can take part. Raises NoNodes when the time is over."""
-        end, told = time.monotonic() + seconds, False
+        end, warned = time.monotonic() + seconds, False
         while True:
             self.refresh(grid)
             if len(self.nodes) >= least:
                 return
             if time.monotonic() >= end:
                 raise NoNodes(f"{len(self.nodes)} nodes are there after {seconds:g} seconds, {least} are needed")
-            if not told:
+            if not warned:
                 log(WARNING, "%s nodes are there, %s are needed: waiting up to %g seconds", len(self.nodes), least, seconds)
-                told = True
+                warned = True
             time.sleep(0.5)
 
     def client(self, node: int) -> int | None:

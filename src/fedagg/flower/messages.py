@@ -50,7 +50,7 @@ class Order:
     custom: tuple[str, ...] = ()  # which of `loss` and `step` are the method's own
     epochs: int = 0  # how many of the epochs in `local` the node is to do
     test: bool = False  # test the model before training it?
-    veil: bool = False  # under secure aggregation?
+    secure: bool = False  # under secure aggregation?
     longest: float | None = None  # the largest length of the answer, for secure aggregation with noise
 
 
@@ -87,17 +87,17 @@ def for_one(work: Work, position: int) -> Work:
     return replace(own, rate=own.rate.view(-1), high=float(own.high))
 
 
-def moved(work: Work, device: torch.device) -> Work:
+def to_device(work: Work, device: torch.device) -> Work:
     """The work with its vectors on the device."""
     field, mask = (None if v is None else v.to(device) for v in (work.field, work.mask))
     return replace(work, field=field, mask=mask)
 
 
-def raw(value: Tensor) -> bytes:
+def to_bytes(value: Tensor) -> bytes:
     return value.detach().cpu().float().contiguous().numpy().tobytes()
 
 
-def unraw(value: object, shape: tuple[int, ...]) -> Tensor:
+def from_bytes(value: object, shape: tuple[int, ...]) -> Tensor:
     if not isinstance(value, bytes) or len(value) != 4 * int(np.prod(shape)):
         raise BadAnswer("sent vectors of the wrong shape")
     return torch.from_numpy(np.frombuffer(value, np.float32).reshape(shape).copy())
@@ -125,7 +125,7 @@ def write_order(order: Order, packed: Packed | None) -> tuple[ArrayRecord, Confi
     if packed is not None:
         config["field"], config["field-scales"] = packed.codes, packed.scales
     elif work.field is not None:
-        config["field"] = raw(work.field)
+        config["field"] = to_bytes(work.field)
     if work.mask is not None:
         config["mask"] = np.packbits(work.mask.cpu().numpy() > 0).tobytes()
     if work.represent is not None:
@@ -145,7 +145,7 @@ def read_order(content: RecordDict, layout: Layout) -> Order:
     if rows and bits < EXACT:
         field = Packed((rows, layout.d), bits, config["field"], config["field-scales"]).tensor()
     elif rows:
-        field = unraw(config["field"], (rows, layout.d))
+        field = from_bytes(config["field"], (rows, layout.d))
     mask = None
     if "mask" in config:
         mask = torch.from_numpy(np.unpackbits(np.frombuffer(config["mask"], np.uint8), count=layout.d)).float()
@@ -185,7 +185,7 @@ def read_order(content: RecordDict, layout: Layout) -> Order:
         custom=tuple(str(name) for name in config.get("custom", ()) if name in ("loss", "step")),
         epochs=int(config["epochs"]),
         test=bool(config.get("test", False)),
-        veil=bool(config.get("veil", False)),
+        secure=bool(config.get("veil", False)),
         longest=config.get("longest"),
     )
 
@@ -200,7 +200,7 @@ def write_answer(chunk: Chunk, model: Model, samples: int, tests: Mapping[str, A
     )
     extra = {"gradients": chunk.gradients, "path": chunk.path, "classes": chunk.classes, "counts": chunk.counts}
     if any(part is not None for part in extra.values()):
-        content["config"] = ConfigRecord({k: raw(v) for k, v in extra.items() if v is not None})
+        content["config"] = ConfigRecord({k: to_bytes(v) for k, v in extra.items() if v is not None})
     return content
 
 
@@ -216,17 +216,17 @@ def read_answer(
     `head` is the layer whose input the work asks to represent."""
     record, metrics = one(content.array_records), one(content.metric_records)
     mine = read_model(record, layout)
-    told = read_report(metrics, job, work, local)
+    report = read_report(metrics, job, work, local)
     extra: Any = content.config_records.get("config", {})
     trace: dict[str, Tensor] = {}
     if work.trace:
-        trace["gradients"] = unraw(extra.get("gradients"), (1, local.epochs, layout.d))
-        trace["path"] = unraw(extra.get("path"), (1, local.epochs + 1, layout.d))
+        trace["gradients"] = from_bytes(extra.get("gradients"), (1, local.epochs, layout.d))
+        trace["path"] = from_bytes(extra.get("path"), (1, local.epochs + 1, layout.d))
     if work.represent is not None:
         assert head is not None
         trace["classes"], trace["counts"] = class_table(extra.get("classes"), extra.get("counts"), head)
     return Chunk(
-        **{name: torch.tensor([value]) for name, value in told.items()},
+        **{name: torch.tensor([value]) for name, value in report.items()},
         jobs=[job],
         start=model.w,
         delta=(mine.w.to(model.w) - model.w)[None],
@@ -236,15 +236,15 @@ def read_answer(
     )
 
 
-def read_report(told: Any, job: Job, work: Work, local: ClientOptions) -> dict[str, Any]:
+def read_report(metrics: Any, job: Job, work: Work, local: ClientOptions) -> dict[str, Any]:
     """A node's own numbers, by name. Methods divide by steps and rates, so these are not trusted: the work and the node's samples
     determine the number of steps and the possible rates.
 
     Training that diverged may give a loss that is not finite, and any other numbers. It is judged later, together with all others,
     and the method learns of it.
     """
-    found: dict[str, Any] = {f.name: number(told.get(f.name)) for f in fields(Report) if f.name != "rates"}
-    rates = told.get("rates")
+    found: dict[str, Any] = {f.name: number(metrics.get(f.name)) for f in fields(Report) if f.name != "rates"}
+    rates = metrics.get("rates")
     if not isinstance(rates, list) or len(rates) != local.epochs:
         raise BadAnswer("sent an incomplete answer")
     found["rates"] = [number(rate) for rate in rates]
@@ -282,10 +282,10 @@ def class_table(classes: object, counts: object, head: nn.Module) -> tuple[Tenso
     rows, features = len(counts) // 4, len(classes) // len(counts)
     if outputs(head, features) != rows:
         raise BadAnswer("sent vectors of the wrong shape")
-    held = unraw(counts, (1, rows))
+    held = from_bytes(counts, (1, rows))
     if not bool((torch.isfinite(held) & (held >= 0)).all()):
         raise BadAnswer("sent counts that cannot be")
-    return unraw(classes, (1, rows, features)), held
+    return from_bytes(classes, (1, rows, features)), held
 
 
 @torch.no_grad()

@@ -86,14 +86,14 @@ class Lines(Formatter):
     """A log line as one JSON object, with its time."""
 
     def format(self, record: LogRecord) -> str:
-        told = {
+        entry = {
             "time": datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "message": record.getMessage().strip(),
         }
         if record.exc_info:
-            told["error"] = self.formatException(record.exc_info)
-        return json.dumps(told, ensure_ascii=False)
+            entry["error"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False)
 
 
 def log_as_json() -> None:

@@ -37,41 +37,41 @@ class Pace:
     share: float  # share of answers that ends a round
     client: Callable[[int], int | None]  # the client of a node
     each: dict[int, float] = field(default_factory=dict)  # client -> seconds per epoch
-    out: dict[str, tuple[int, int, float]] = field(default_factory=dict)  # question -> client, its epochs, when it was asked
+    pending: dict[str, tuple[int, int, float]] = field(default_factory=dict)  # question -> client, its epochs, when it was asked
 
-    def asked(self, question: str, message: Message) -> None:
+    def note_question(self, question: str, message: Message) -> None:
         client = self.client(message.metadata.dst_node_id)
         if client is not None and message.metadata.message_type == MessageType.TRAIN:
-            self.out[question] = (client, int(str(message.content.config_records["config"]["epochs"])), time.monotonic())
+            self.pending[question] = (client, int(str(message.content.config_records["config"]["epochs"])), time.monotonic())
 
-    def heard(self, question: str, failed: bool) -> None:
+    def note_answer(self, question: str, failed: bool) -> None:
         """Note an answer, in time or too late to be used. The time of a failed one says nothing, unless it failed because the time
         for an answer was over, which Flower also reports as an error."""
-        if question not in self.out:
+        if question not in self.pending:
             return
-        client, epochs, since = self.out.pop(question)
+        client, epochs, since = self.pending.pop(question)
         took = time.monotonic() - since
         if not failed:
             self.each[client] = (self.each.get(client, took / epochs) + took / epochs) / 2
         elif took >= ROOM * self.timeout:
-            self.late(client, epochs)
+            self.note_late(client, epochs)
 
-    def late(self, client: int, epochs: int) -> None:
+    def note_late(self, client: int, epochs: int) -> None:
         """Assume that a node which did not answer in time needs twice as long."""
         self.each[client] = max(2 * self.timeout / epochs, self.each.get(client, 0.0))
 
-    def missed(self) -> None:
+    def drop_overdue(self) -> None:
         """Give up on nodes whose time is over."""
-        for question, (client, epochs, since) in list(self.out.items()):
+        for question, (client, epochs, since) in list(self.pending.items()):
             if time.monotonic() - since >= self.timeout:
-                del self.out[question]
-                self.late(client, epochs)
+                del self.pending[question]
+                self.note_late(client, epochs)
 
     def allot(self, clients: Iterable[int]) -> dict[int, int]:
         """The epochs for each of these clients whose speed is known."""
-        self.missed()
+        self.drop_overdue()
         now, known = time.monotonic(), dict(self.each)
-        for client, epochs, since in self.out.values():  # these are still working
+        for client, epochs, since in self.pending.values():  # these are still working
             known[client] = max(known.get(client, 0.0), (now - since) / epochs)
         here = {client: known[client] for client in clients if client in known}
         limit = ROOM * self.timeout

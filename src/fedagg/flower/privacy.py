@@ -85,7 +85,7 @@ def epsilon_of(mu: float, delta: float) -> float:
     return high
 
 
-def planned(work: Work, moved: Tensor) -> Tensor:
+def planned_rates(work: Work, moved: Tensor) -> Tensor:
     """The rates of a client that moves evenly by `moved`, (L,): they follow from the work, not from any client's training."""
     high, epochs = float(torch.as_tensor(work.high).double().mean()), work.rate.shape[-1]
     work = replace(work, rate=work.rate.view(-1, epochs).mean(0), high=high)
@@ -93,13 +93,13 @@ def planned(work: Work, moved: Tensor) -> Tensor:
     return torch.cat([work.rates(epoch, w, torch.zeros_like(moved)) for epoch, w in enumerate(path)])
 
 
-def updates_only(work: Work, who: str) -> None:
+def require_updates_only(work: Work, who: str) -> None:
     """Refuse work that asks for more than an update."""
     if work.trace or work.represent is not None or work.memory:
         raise SettingError(who, True, "needs a method that asks for updates alone, such as fedavg, fedadam, fedcm or fedagg")
 
 
-def clipped(delta: Tensor, longest: float) -> Tensor:
+def clip_update(delta: Tensor, longest: float) -> Tensor:
     return delta * min(1.0, longest / max(float(delta.norm()), 1e-30))
 
 
@@ -112,21 +112,22 @@ class PrivateClients(Clients):
     empty, so that the record holds nothing about a single client.
     """
 
-    open: ClassVar[bool] = False
+    reports_numbers: ClassVar[bool] = False
     privacy: Privacy | None = None
     release: Callable[[], None] = lambda: None  # called before a noisy sum is used
 
     def train(self, work: Work) -> Outcome:
         assert self.privacy is not None
-        updates_only(work, "privacy")
+        require_updates_only(work, "privacy")
         model, work = self.model, self.downlink.send(work, self.t, self.passes)
-        total = self.pooled(model, work, self.privacy.clipping_norm)
+        total = self.sum_updates(model, work, self.privacy.clipping_norm)
         self.release()
         self.passes += 1
         mean = (self.privacy.noisy(total) / len(self.ids)).to(model.w)
-        return self.told(mean if work.mask is None else mean * work.mask, work, model)  # frozen weights are known not to move
+        # Frozen weights are known not to move.
+        return self.outcome_from(mean if work.mask is None else mean * work.mask, work, model)
 
-    def pooled(self, model: Model, work: Work, longest: float) -> Tensor:
+    def sum_updates(self, model: Model, work: Work, longest: float) -> Tensor:
         """The sum of the updates, each clipped to the largest allowed length."""
         total, answered = torch.zeros(len(model.w), dtype=torch.float64), 0
         for chunk in self.engine.run(model, work, self.jobs(), None):
@@ -136,15 +137,15 @@ class PrivateClients(Clients):
                 if not math.isfinite(float(delta.norm())):
                     self.left_out[job.client] = "not finite"
                     continue
-                total += clipped(delta, longest)
+                total += clip_update(delta, longest)
         self.bytes_down += len(self.ids) * wire.down(work, model, self.downlink.bits)
         self.bytes_up += answered * wire.up(work, model, self.epochs)
         return total
 
-    def told(self, mean: Tensor, work: Work, model: Model) -> Outcome:
+    def outcome_from(self, mean: Tensor, work: Work, model: Model) -> Outcome:
         """The noisy mean update as an outcome in which every client did the same as the mean."""
-        n, rates = len(self.ids), planned(work, mean)
-        travel = float(rates.double().sum()) * self.reach
+        n, rates = len(self.ids), planned_rates(work, mean)
+        travel = float(rates.double().sum()) * self.effective_steps
         along = mean @ work.field.T if work.field is not None else mean[:0]
         ones = torch.ones(n, dtype=torch.float64)
         return Outcome(

@@ -36,7 +36,7 @@ class Scores:
     loss: float  # mean loss
     tallies: dict[str, list[float]]  # by metric: the sums over these samples
 
-    def told(self, prefix: str = "") -> dict[str, Any]:
+    def as_record(self, prefix: str = "") -> dict[str, Any]:
         """The results under their names in a message; the first two are Flower's own names."""
         named = {"num-examples": self.samples, "loss": self.loss, **self.tallies}
         return {prefix + name: value for name, value in named.items()}
@@ -47,37 +47,37 @@ class Scores:
         return 2 + sum(map(len, self.tallies.values()))
 
 
-def chosen(task: str | None, named: str | None, own: OwnMetric | None) -> Task:
+def run_task(task: str | None, named: str | None, own: OwnMetric | None) -> Task:
     """The run's task, and the figures that nodes are asked for. If a metric was chosen, only its sums are sent."""
     found, metric = tasks.find(task or tasks.CLASSIFICATION.name), named if own is None else own
     return found if metric is None else replace(found.judged_by(metric), others=())
 
 
-def subject(task: Task, said: str | None) -> dict[str, Any]:
-    """What messages tell nodes about it: the task, if the settings `said` one, and the figures, if they are not the task's own."""
+def subject(task: Task, setting: str | None) -> dict[str, Any]:
+    """What messages tell nodes about it: the task, if the settings name one, and the figures, if they are not the task's own."""
     usual = task.metrics == tasks.find(task.name).metrics
-    return ({} if said is None else {"task": said}) | ({} if usual else {"metrics": [metric.key for metric in task.metrics]})
+    return ({} if setting is None else {"task": setting}) | ({} if usual else {"metrics": [metric.key for metric in task.metrics]})
 
 
-def asked(told: Mapping[str, Any], own: OwnMetric | None) -> Task:
+def message_task(message: Mapping[str, Any], own: OwnMetric | None) -> Task:
     """On the node: the task of a message, with the figures asked for. Functions are not sent: the node has its `own`."""
-    task = tasks.find(str(told.get("task", tasks.CLASSIFICATION.name)))
-    if "metrics" not in told:
+    task = tasks.find(str(message.get("task", tasks.CLASSIFICATION.name)))
+    if "metrics" not in message:
         return task
     known = {metric.key: metric for metric in task.judged_by(own).metrics}
-    if missing := [key for key in told["metrics"] if key not in known]:
+    if missing := [key for key in message["metrics"] if key not in known]:
         raise SettingError("metric", missing[0], "is not known on this node; give it to client_app(metric=...), as to the server")
-    first, *others = (known[key] for key in told["metrics"])
+    first, *others = (known[key] for key in message["metrics"])
     return replace(task, metric=first, others=tuple(others))
 
 
-def read(told: Any, metrics: Sequence[Metric], prefix: str = "") -> Scores | None:
+def read(record: Any, metrics: Sequence[Metric], prefix: str = "") -> Scores | None:
     """A node's test results; None for a node without test samples."""
-    size = told.get(prefix + "num-examples")
+    size = record.get(prefix + "num-examples")
     if size is None or size == 0:
         return None
-    size, loss = number(size), number(told.get(prefix + "loss"))
-    tallies = {metric.key: numbers(told.get(prefix + metric.key)) for metric in metrics}
+    size, loss = number(size), number(record.get(prefix + "loss"))
+    tallies = {metric.key: numbers(record.get(prefix + metric.key)) for metric in metrics}
     known = size % 1 == 0 and 1 <= size <= MOST_SAMPLES and abs(loss) < ABSURD
     if not known or not all(possible(metric, tallies[metric.key], int(size)) for metric in metrics):
         raise BadAnswer("sent test results that cannot be")
@@ -95,14 +95,14 @@ def tensor(sums: list[float]) -> Tensor:
     return torch.tensor(sums, dtype=torch.float64)
 
 
-def unlike(scores: Mapping[int, Scores]) -> list[int]:
+def odd_clients(scores: Mapping[int, Scores]) -> list[int]:
     """Clients whose sums have other lengths than those of most clients, so that they cannot be added."""
     lengths = {client: tuple(map(len, scores[client].tallies.values())) for client in sorted(scores)}
     ((usual, _),) = Counter(lengths.values()).most_common(1) or [((), 0)]
     return [client for client, found in lengths.items() if found != usual]
 
 
-def pooled(scores: Mapping[int, Scores], task: Task) -> dict[str, Any]:
+def pool(scores: Mapping[int, Scores], task: Task) -> dict[str, Any]:
     """The figures of all nodes' test samples together; empty if there are none."""
     if not scores:
         return {}

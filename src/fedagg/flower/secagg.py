@@ -3,7 +3,7 @@
 Under Flower's SecAgg+ the nodes mask their vectors so that only the sum can be read. It is a single sum, weighted by sample counts.
 A second one with other weights, such as the plain mean, would be a second equation: if one node's sample count differs from all
 others, its update could be computed from the two. Whatever else a method needs is made from this sum and a few numbers of each
-node. Flower's protocol expects one of its older strategies; `Veil` takes that part.
+node. Flower's protocol expects one of its older strategies; `LegacyStrategy` takes that part.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from fedagg.aggregate import judge
 from fedagg.clients import Clients, Numbers, Outcome, TooFew
 from fedagg.errors import SettingError
 from fedagg.flat import Model
-from fedagg.flower.masks import mask, unpacked, with_names
+from fedagg.flower.masks import mask, unpack, with_names
 from fedagg.flower.members import Members
 from fedagg.flower.messages import BadAnswer, number, numbers, read_report, reported
-from fedagg.flower.privacy import PrivateClients, clipped
+from fedagg.flower.privacy import PrivateClients, clip_update
 from fedagg.work import Chunk, ClientOptions, Job, Work
 
 CLIP = 8.0  # larger numbers are cut off before masking
@@ -41,17 +41,17 @@ NO_SUM = "secure aggregation gave a sum that cannot be"
 MODULUS = 2**32  # of the masks: a sum over more than MODULUS / LEVELS nodes would overflow
 
 
-def veiled_answer(chunk: Chunk, work: Work, samples: int, tests: Mapping[str, Any]) -> RecordDict:
+def masked_answer(chunk: Chunk, work: Work, samples: int, tests: Mapping[str, Any]) -> RecordDict:
     """On the node: the vector to be masked, and the numbers sent in the clear. SecAgg+ averages by sample counts."""
     delta = chunk.delta[0]
     along = chunk.delta @ work.field.T if work.field is not None else chunk.delta[:, :0]
-    told = {
+    in_clear = {
         **reported(chunk),
         "norm2": float(delta.double().square().sum()),
         "along": along[0].tolist(),
         **tests,
     }
-    return answer(delta, samples, told)
+    return answer(delta, samples, in_clear)
 
 
 def private_answer(chunk: Chunk, longest: float, tests: Mapping[str, Any]) -> RecordDict:
@@ -61,19 +61,19 @@ def private_answer(chunk: Chunk, longest: float, tests: Mapping[str, Any]) -> Re
     if not bool(torch.isfinite(delta).all()):
         delta = torch.zeros_like(delta)
     room = 1.0 - 2.0 * math.sqrt(len(delta)) / LEVELS
-    return answer(clipped(delta, room * longest), 1, tests)
+    return answer(clip_update(delta, room * longest), 1, tests)
 
 
-def answer(delta: Tensor, weight: int, told: Mapping[str, Any]) -> RecordDict:
+def answer(delta: Tensor, weight: int, in_clear: Mapping[str, Any]) -> RecordDict:
     parameters = ndarrays_to_parameters([delta.cpu().double().numpy()])
-    metrics = {name: json.dumps(value) if isinstance(value, list) else value for name, value in told.items()}
+    metrics = {name: json.dumps(value) if isinstance(value, list) else value for name, value in in_clear.items()}
     return fitres_to_recorddict(FitRes(Status(Code.OK, ""), parameters, weight, metrics), keep_input=False)
 
 
-def clear_numbers(told: Any, job: Job, work: Work, local: ClientOptions) -> dict[str, Any]:
+def clear_numbers(metrics: Any, job: Job, work: Work, local: ClientOptions) -> dict[str, Any]:
     """On the server: the same numbers, by name. Raises BadAnswer if they are impossible."""
-    found = read_report({**told, "rates": numbers(told.get("rates"))}, job, work, local)
-    norm2, along = number(told.get("norm2")), numbers(told.get("along"))
+    found = read_report({**metrics, "rates": numbers(metrics.get("rates"))}, job, work, local)
+    norm2, along = number(metrics.get("norm2")), numbers(metrics.get("along"))
     if len(along) != (0 if work.field is None else len(work.field)):
         raise BadAnswer("sent an incomplete answer")
     if not all(math.isfinite(part) for part in (found["loss"], norm2, *along)):
@@ -87,7 +87,7 @@ def majority(nodes: int) -> int:
     return nodes // 2 + 1
 
 
-def summable(work: Work) -> None:
+def require_summable(work: Work) -> None:
     """Refuse work that asks for more than an update and the numbers."""
     if work.trace or work.represent is not None:
         fix = "the server sees no node's own vectors; choose a method other than fedgh and the paper's variant of fedagg"
@@ -100,7 +100,7 @@ class Proxy:
 
 
 @dataclass
-class Veil:
+class LegacyStrategy:
     """What the protocol expects of a strategy: whom to ask, and where to put the result."""
 
     orders: dict[int, RecordDict]  # by node
@@ -117,7 +117,7 @@ class Veil:
 class Workflow(SecAggPlusWorkflow):
     """Flower's SecAgg+ with our orders in place of its own, and with the nodes' masks."""
 
-    collect_masked_vectors_stage = with_names(SecAggPlusWorkflow.collect_masked_vectors_stage, bytes_to_ndarray=unpacked)
+    collect_masked_vectors_stage = with_names(SecAggPlusWorkflow.collect_masked_vectors_stage, bytes_to_ndarray=unpack)
     unmask_stage = with_names(SecAggPlusWorkflow.unmask_stage, pseudo_rand_gen=mask)
 
     def setup_stage(self, grid: Any, context: Any, state: Any) -> bool:
@@ -137,7 +137,7 @@ class Messenger(Protocol):
 
     def order(self, model: Model, work: Work, job: Job, t: int, step: int) -> Message: ...
 
-    def hear_scores(self, client: int, told: Any) -> None: ...
+    def hear_scores(self, client: int, metrics: Any) -> None: ...
 
 
 def collect(clients: Clients, strategy: Messenger, model: Model, work: Work, longest: float | None = None) -> dict[int, FitRes]:
@@ -153,9 +153,9 @@ def collect(clients: Clients, strategy: Messenger, model: Model, work: Work, lon
         if longest is not None:
             content.config_records["config"]["longest"] = longest
         orders[strategy.members.nodes[job.client]] = content
-    veil = Veil(orders)
+    legacy = LegacyStrategy(orders)
     state = RecordDict({"config": ConfigRecord({"current_round": clients.t + 1}), "parameters": ArrayRecord()})
-    context = LegacyContext(Context(0, 0, {}, state, {}), strategy=veil)  # type: ignore[arg-type]
+    context = LegacyContext(Context(0, 0, {}, state, {}), strategy=legacy)  # type: ignore[arg-type]
     flow = Workflow(
         1.0,
         majority(len(jobs)),
@@ -172,7 +172,7 @@ def collect(clients: Clients, strategy: Messenger, model: Model, work: Work, lon
         # Flower's protocol trusts what nodes send, and does not say whose message it could not read.
         clients.left_out.update({job.client: f"secure aggregation broke off: {type(error).__name__}" for job in jobs})
         return {}
-    answers = {job.client: veil.answers.get(strategy.members.nodes[job.client]) for job in jobs}
+    answers = {job.client: legacy.answers.get(strategy.members.nodes[job.client]) for job in jobs}
     given = {client: answer for client, answer in answers.items() if answer is not None}
     for client, answer in given.items():
         strategy.hear_scores(client, answer.metrics)
@@ -186,19 +186,19 @@ def collect(clients: Clients, strategy: Messenger, model: Model, work: Work, lon
 class SecureClients(Clients):
     """Participants whose updates the server sees only as sums. A bad update cannot be taken out again, so it spoils the round."""
 
-    open: ClassVar[bool] = False
+    reports_numbers: ClassVar[bool] = False
     strategy: Messenger | None = None
 
     def train(self, work: Work) -> Outcome:
         assert self.strategy is not None
-        summable(work)
+        require_summable(work)
         model, work = self.model, self.downlink.send(work, self.t, self.passes)
         jobs = {job.client: job for job in self.jobs()}
         given = collect(self, self.strategy, model, work)
         self.passes += 1
         if len(given) < max(self.strategy.quorum, 2):
             raise TooFew
-        self.outcome = replace(self.summed(given, jobs, model, work), sent=work.field)
+        self.outcome = replace(self.outcome_from(given, jobs, model, work), sent=work.field)
         return self.outcome
 
     def numbers(self, given: dict[int, FitRes], jobs: dict[int, Job], work: Work) -> list[dict[str, Any]]:
@@ -213,15 +213,15 @@ class SecureClients(Clients):
             raise TooFew
         return rows
 
-    def summed(self, given: dict[int, FitRes], jobs: dict[int, Job], model: Model, work: Work) -> Outcome:
+    def outcome_from(self, given: dict[int, FitRes], jobs: dict[int, Job], model: Model, work: Work) -> Outcome:
         rows = self.numbers(given, jobs, work)
 
         def column(name: str) -> Tensor:
             return torch.tensor([row[name] for row in rows], dtype=torch.float64)
 
-        told: dict[str, Any] = {f.name: column(f.name) for f in fields(Numbers) if f.name in rows[0]}
-        steps, rates = told["steps"], told["rates"]
-        causes = judge((told["norm2"].sqrt() / steps).tolist(), [True] * len(rows))
+        columns: dict[str, Any] = {f.name: column(f.name) for f in fields(Numbers) if f.name in rows[0]}
+        steps, rates = columns["steps"], columns["rates"]
+        causes = judge((columns["norm2"].sqrt() / steps).tolist(), [True] * len(rows))
         if any(causes):
             self.left_out.update({client: why for client, why in zip(given, causes, strict=True) if why})
             raise TooFew
@@ -232,9 +232,9 @@ class SecureClients(Clients):
         size = torch.tensor([float(len(jobs[client].samples)) for client in given], dtype=torch.float64)
         theta = size / size.sum()
         travel = (rates * self.local.gains(steps / self.epochs)).sum(1) * steps / self.epochs
-        told["along"] = told["along"].view(len(given), -1)
+        columns["along"] = columns["along"].view(len(given), -1)
         return Outcome(
-            **told,
+            **columns,
             clients=list(given),
             mean=mean,
             plain=mean,
@@ -254,7 +254,7 @@ class SecurePrivateClients(PrivateClients):
 
     strategy: Messenger | None = None
 
-    def pooled(self, model: Model, work: Work, longest: float) -> Tensor:
+    def sum_updates(self, model: Model, work: Work, longest: float) -> Tensor:
         assert self.strategy is not None
         given = collect(self, self.strategy, model, work, longest)
         if given and (mean := mean_of(given, model)) is not None:

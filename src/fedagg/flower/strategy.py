@@ -58,7 +58,7 @@ SIMULATED = (
     *("normalize", "validation", "per_client", "client_test", "personal"),
     *("dropout_rate", "straggler_rate", "corrupt_rate", "flip_rate"),
 )
-MOST_VEILED = 1024  # more would overflow the modulus of SecAgg+
+MOST_SECURE = 1024  # more would overflow the modulus of SecAgg+
 GREETING = 120.0  # minimum of seconds for a node to say who it is: nothing waits for it
 LATE, GONE = "no answer in time", "left during the round"
 # Flower's own error codes for a node, as causes in the record.
@@ -90,7 +90,7 @@ class Remote:
             self.left_out[client] = LATE
         for reply in replies:
             if reply.metadata.reply_to_message_id not in sent:
-                strategy.stray(reply)
+                strategy.note_late_answer(reply)
                 continue
             client = sent[reply.metadata.reply_to_message_id]
             if client in chunks:
@@ -126,11 +126,11 @@ class Turn:
     began: float
     talk: Conversation[list[Message], list[Message], bool] | None = None
     remarks: dict[int, str] = field(default_factory=dict)
-    sought: set[int] = field(default_factory=set)  # who is asked to test the last round's model, with which training begins
+    testers: set[int] = field(default_factory=set)  # who is asked to test the last round's model, with which training begins
     before: dict[int, Scores] = field(default_factory=dict)  # and their results
     tests: list[Message] = field(default_factory=list)  # the questions of an evaluation in separate messages
     skipped: bool = True  # no new model yet
-    kept: bool = False  # nobody answered: repeat the round
+    repeat: bool = False  # nobody answered: repeat the round
 
 
 class FedAggStrategy(Strategy):
@@ -174,15 +174,15 @@ class FedAggStrategy(Strategy):
         self.module, self.config, self.timeout, self.quorum = module, config, timeout, quorum
         self.secure, self.privacy, self.patience, self.close_at = secure, privacy, patience, close_at
         self.test_apart, self.callbacks = test_apart, callbacks
-        checks.followers(callbacks)
+        checks.check_callbacks(callbacks)
         self.layout = Layout(module)
         if self.layout.d == 0:
             raise SettingError("model", type(module).__name__, "has no trainable parameters")
         if secure and self.layout.b:
             raise SettingError("secure", True, "needs a model without buffers; use group instead of batch normalisation")
-        if secure and config.per_round > MOST_VEILED:
+        if secure and config.per_round > MOST_SECURE:
             raise SettingError(
-                "secure", True, f"takes up to {MOST_VEILED} clients a round, not {config.per_round}; lower participation"
+                "secure", True, f"takes up to {MOST_SECURE} clients a round, not {config.per_round}; lower participation"
             )
         if privacy is not None and (self.layout.b or config.robust != "mean"):
             raise SettingError("privacy", True, "needs a model without buffers, and robust = 'mean'")
@@ -202,12 +202,12 @@ class FedAggStrategy(Strategy):
         for name in ("stop_at", "patience"):
             if (value := getattr(config, name)) != Config.model_fields[name].default:
                 raise SettingError(name, value, "ends simulated runs; a federation makes all its rounds, leave it out")
-        self.task = scores.chosen(config.task, config.metric, metric)
+        self.task = scores.run_task(config.task, config.metric, metric)
         self.subject = scores.subject(self.task, config.task)
         self.members = Members(self.layout, self.task.name, self.subject, max(timeout, GREETING))
         self.pace = Pace(config.epochs, timeout, close_at, self.members.client) if fewer_epochs else None
         algorithm = algorithms.build(config.method, config.flat())
-        checks.learns(config, algorithm, self.task)
+        checks.check_method(config, algorithm, self.task)
         self.options = algorithms.options(config.method, config.flat())
         if (secure or privacy is not None) and type(algorithm).weigh is not algorithms.Algorithm.weigh:
             words = "sums clients by sample count or plainly; choose a method that does not weigh them itself"
@@ -238,7 +238,7 @@ class FedAggStrategy(Strategy):
             self.book = record.Record(folder, config, environment)
         if self.book.resumed is not None:
             self.restore(self.book.resumed)
-        self.told = self.done - self.untested  # rounds that callbacks know of
+        self.announced = self.done - self.untested  # rounds that callbacks know of
         self.ledger: Ledger | None = None
         if privacy is not None:
             path = folder / LEDGER if folder is not None else None
@@ -252,7 +252,7 @@ class FedAggStrategy(Strategy):
         with self.book:
             try:
                 tell(self.callbacks, "judged", self.task.metric)
-                tell(self.callbacks, "started", self.config, self.told)
+                tell(self.callbacks, "started", self.config, self.announced)
             except BaseException:
                 self.book.withdraw()
                 raise
@@ -308,11 +308,11 @@ class FedAggStrategy(Strategy):
             while talk.question is not None:  # a method may ask more than once a round
                 talk.answer(list(self.grid.send_and_receive(talk.question, timeout=self.timeout)))
         turn.skipped = talk is None or not talk.result
-        self.mark(turn)
+        self.book_tests(turn)
         if turn.skipped:
             causes = ", ".join(f"client {k}: {v}" for k, v in sorted(turn.clients.left_out.items()))
             log(WARNING, "round %s leaves the model as it was: under %s usable answers (%s)", turn.t + 1, self.quorum, causes)
-            self.hear(turn)
+            self.check_silence(turn)
             return None, None
         for client, why in sorted(turn.clients.left_out.items()):
             log(WARNING, "round %s goes on without client %s: %s", turn.t + 1, client, why)
@@ -327,12 +327,12 @@ class FedAggStrategy(Strategy):
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         assert self.turn is not None
         turn = self.turn
-        if turn.kept:
+        if turn.repeat:
             return []
         self.server.model = messages.read_model(arrays, self.layout)
-        self.server.settle(turn.t)
+        self.server.update_average(turn.t)
         last = turn.t + 1 == self.config.rounds
-        if last or (self.test_apart and self.server.due(turn.t)):
+        if last or (self.test_apart and self.server.evaluates_after(turn.t)):
             turn.tests = self.questions(config)
         return turn.tests
 
@@ -340,14 +340,14 @@ class FedAggStrategy(Strategy):
         """Pool the nodes' test results and end the round: record, checkpoint."""
         assert self.turn is not None
         turn = self.turn
-        if turn.kept:
+        if turn.repeat:
             self.turn = None
             return None
         self.silent = None
         self.announce()  # the round before is now complete
         row = describe(turn.t, turn.clients, self.server.algorithm, turn.skipped)
         found = self.scores(turn.tests, replies)
-        row |= scores.pooled(found, self.task)
+        row |= scores.pool(found, self.task)
         if turn.tests:
             row["bytes_tests"] = wire.tested(self.server.model, len(turn.tests), numbers(found))
         if self.ledger is not None:
@@ -380,7 +380,7 @@ class FedAggStrategy(Strategy):
         self.result = outcome.Result(
             config=self.config,
             history=self.book.history,
-            model=self.layout.unpack(self.server.shown, self.module),
+            model=self.layout.unpack(self.server.reported_model, self.module),
             score=score,
             best=best,
             loss=loss,
@@ -400,31 +400,31 @@ class FedAggStrategy(Strategy):
     @property
     def untested(self) -> bool:
         """Is the last round's model not tested yet? The next round's participants test it when they are sent it to train."""
-        due = self.done > 0 and self.server.due(self.done - 1)
+        due = self.done > 0 and self.server.evaluates_after(self.done - 1)
         return due and not self.test_apart and self.task.metric.key not in self.book.history[-1]
 
-    def mark(self, turn: Turn) -> None:
+    def book_tests(self, turn: Turn) -> None:
         """Book the participants' test results for the model they began with on the round that made it."""
-        turn.before = self.alike(turn.before)
+        turn.before = self.addable_scores(turn.before)
         if turn.before:
             row = self.book.history[-1]
-            known = row.get("bytes_tests", 0) + wire.tested_along(len(turn.sought), numbers(turn.before))
-            self.book.amend(scores.pooled(turn.before, self.task) | {"bytes_tests": known})
+            known = row.get("bytes_tests", 0) + wire.tested_along(len(turn.testers), numbers(turn.before))
+            self.book.amend(scores.pool(turn.before, self.task) | {"bytes_tests": known})
             figures = ", ".join(f"{metric.label} {row[metric.key]:.4f}" for metric in self.task.metrics)
             log(INFO, "after round %s: %s, loss %.4f", row["round"], figures, row["loss"])
 
-    def alike(self, found: dict[int, Scores]) -> dict[int, Scores]:
+    def addable_scores(self, found: dict[int, Scores]) -> dict[int, Scores]:
         """The results that can be added."""
-        for client in (odd := scores.unlike(found)):
+        for client in (odd := scores.odd_clients(found)):
             self.remark(client, "sent test results of another length than most; not used")
         return {client: each for client, each in found.items() if client not in odd}
 
-    def hear_scores(self, client: int, told: Any) -> None:
+    def hear_scores(self, client: int, metrics: Any) -> None:
         """Read test results sent along with an answer, if they were asked for. They may be usable even if the answer is not."""
         assert self.turn is not None
-        if client in self.turn.sought and client not in self.turn.before:
+        if client in self.turn.testers and client not in self.turn.before:
             try:
-                if (found := scores.read(told, self.task.metrics, scores.ALONG)) is not None:
+                if (found := scores.read(metrics, self.task.metrics, scores.ALONG)) is not None:
                     self.turn.before[client] = found
             except BadAnswer as bad:
                 self.remark(client, f"{bad}; not used")
@@ -432,7 +432,7 @@ class FedAggStrategy(Strategy):
     def questions(self, config: ConfigRecord) -> list[Message]:
         """Messages that ask all nodes to test the model."""
         config = ConfigRecord({**config, **self.subject})
-        content = RecordDict({"arrays": messages.arrays(self.server.shown), "config": config})
+        content = RecordDict({"arrays": messages.arrays(self.server.reported_model), "config": config})
         return [self.message(content, client, MessageType.EVALUATE) for client in sorted(self.members.nodes)]
 
     def scores(self, questions: list[Message], replies: Iterable[Message]) -> dict[int, Scores]:
@@ -440,7 +440,7 @@ class FedAggStrategy(Strategy):
         asked = {test.metadata.message_id: self.members.client(test.metadata.dst_node_id) for test in questions}
         for reply in replies:
             if reply.metadata.reply_to_message_id not in asked:
-                self.stray(reply)
+                self.note_late_answer(reply)
                 continue
             client = asked[reply.metadata.reply_to_message_id]
             if client is None or client in found or reply.has_error():
@@ -450,7 +450,7 @@ class FedAggStrategy(Strategy):
                     found[client] = score
             except BadAnswer as bad:
                 self.remark(client, f"{bad}; not used")
-        return self.alike(found)
+        return self.addable_scores(found)
 
     def test_last(self, grid: Grid) -> None:
         """Test the last model if a run ends early, because no later round will."""
@@ -458,22 +458,22 @@ class FedAggStrategy(Strategy):
             questions = self.questions(ConfigRecord())
             found = self.scores(questions, grid.send_and_receive(questions, timeout=self.timeout))
             sent = wire.tested(self.server.model, len(questions), numbers(found))
-            self.book.amend(scores.pooled(found, self.task) | {"bytes_tests": sent})
+            self.book.amend(scores.pool(found, self.task) | {"bytes_tests": sent})
 
     def announce(self) -> None:
         """Tell callbacks about the rounds that they do not know yet."""
-        for row in self.book.history[self.told :]:
+        for row in self.book.history[self.announced :]:
             self.stopped |= tell(self.callbacks, "round_done", row) is not None
-        self.told = len(self.book.history)
+        self.announced = len(self.book.history)
 
     # The parts of a round.
 
-    def hear(self, turn: Turn) -> None:
+    def check_silence(self, turn: Turn) -> None:
         """If nobody answered, mark the round for repetition. Raises NoNodes if this has lasted too long."""
         causes = turn.clients.left_out
         if not all(causes.get(client) in ABSENT for client in turn.clients.ids):
             return
-        turn.kept = True
+        turn.repeat = True
         self.silent = self.silent or turn.began
         log(WARNING, "round %s is done again: nobody answered", turn.t + 1)
         if time.perf_counter() - self.silent > self.patience:
@@ -490,8 +490,8 @@ class FedAggStrategy(Strategy):
             # It needs the older half of Flower, which nothing else should import.
             from fedagg.flower.secagg import SecureClients, SecurePrivateClients
 
-            veiled = partial(SecurePrivateClients, **private) if private else SecureClients
-            kind = partial(veiled, strategy=self)
+            secure = partial(SecurePrivateClients, **private) if private else SecureClients
+            kind = partial(secure, strategy=self)
         elif private:
             kind = partial(PrivateClients, **private)
         return kind(
@@ -534,7 +534,7 @@ class FedAggStrategy(Strategy):
             test=self.untested and step == 0 and model is self.server.model,
         )
         if order.test and self.turn is not None:
-            self.turn.sought.add(job.client)
+            self.turn.testers.add(job.client)
         arrays, config = messages.write_order(order, self.server.downlink.packed)
         config.update(self.subject)
         config.update(self.extra)
@@ -548,7 +548,7 @@ class FedAggStrategy(Strategy):
             self.turn.remarks[client] = text
         log(WARNING, "round %s: client %s %s", self.done + 1, client, text)
 
-    def stray(self, reply: Message) -> None:
+    def note_late_answer(self, reply: Message) -> None:
         """Note an answer that came too late. It is not used, because its model is outdated."""
         client = self.members.client(reply.metadata.src_node_id)
         if client is not None:

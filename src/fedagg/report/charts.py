@@ -138,12 +138,12 @@ def missing(run: Run) -> dict[str, Any]:
     for number, row in enumerate(run.clients):
         for cause in row.get("left_out", {}).values():
             counts.setdefault(cause if cause in named else "other causes", [0] * len(run.clients))[number] += 1
-    told = "; ".join(f"{cause} {sum(values)} times" for cause, values in counts.items())
+    summary = "; ".join(f"{cause} {sum(values)} times" for cause, values in counts.items())
     return {
         "name": run.name,
         "rounds": [row["round"] for row in run.clients],
         "counts": counts,
-        "text": f"Bar chart of the clients left out of each of {len(run.clients)} rounds in {run.name}, by cause: {told}.",
+        "text": f"Bar chart of the clients left out of each of {len(run.clients)} rounds in {run.name}, by cause: {summary}.",
     }
 
 

@@ -142,8 +142,8 @@ class Group:
 def labels(group: Group) -> dict[str, str]:
     """The names of figures in a setting's charts: the first two depend on the data that its runs are scored on."""
     configs, metric = [trial.config for trial in group.trials], group.metric
-    score = f"{runs.measured(metric.label, configs)}{metric.unit}"
-    return FIGURES | {"accuracy": score, "loss": runs.measured("loss", configs)}
+    score = f"{runs.metric_name(metric.label, configs)}{metric.unit}"
+    return FIGURES | {"accuracy": score, "loss": runs.metric_name("loss", configs)}
 
 
 @dataclass
@@ -198,7 +198,7 @@ def look(paths: Sequence[Path], reader: Reader) -> Content:
     known = runs.load_all(folders, reader.run)
     trials += [from_run(run) for run in known]
     begun = [trial for trial in trials if trial.rounds]
-    title, groups = ", ".join(path.name or str(path.resolve()) for path in paths), grouped(begun)
+    title, groups = ", ".join(path.name or str(path.resolve()) for path in paths), group_entries(begun)
     return Content(title, groups, begun, store, left_out(trials, groups), known)
 
 
@@ -219,7 +219,7 @@ def left_out(trials: Sequence[Entry], groups: Sequence[Group]) -> list[str]:
     return [f"{why}: {', '.join(names)}." for why, names in notes.items() if names]
 
 
-def grouped(trials: Sequence[Entry]) -> list[Group]:
+def group_entries(trials: Sequence[Entry]) -> list[Group]:
     """Group entries by setting and method. Other differences between runs of a method become part of its name. So does their
     progress, because a mean of a finished run and one in its second round would describe neither."""
     groups: dict[str, Group] = {}
@@ -229,7 +229,7 @@ def grouped(trials: Sequence[Entry]) -> list[Group]:
         alike.setdefault((where, trial.config.method), []).append(trial)
     for (where, method), same in alike.items():
         details = [runs.details(trial.config) for trial in same]
-        differ = runs.differing(details)
+        differ = runs.differing_settings(details)
         for trial, own in zip(same, details, strict=True):
             so_far = [] if trial.finished else [f"({trial.rounds} of {trial.config.rounds} rounds)"]
             words = " ".join([method_name(method), *(f"{k} {own[k]}" for k in differ)])
@@ -245,7 +245,7 @@ def grouped(trials: Sequence[Entry]) -> list[Group]:
 def settings(trials: Sequence[Entry]) -> list[str]:
     """Each trial's setting. If runs with equal descriptions were given different objects from Python, the folder of the first such
     run tells them apart."""
-    kinds = [(setting(trial), given(trial)) for trial in trials]
+    kinds = [(setting(trial), python_inputs(trial)) for trial in trials]
     first: dict[tuple[str, str], Entry] = {}
     for kind, trial in zip(kinds, trials, strict=True):
         first.setdefault(kind, trial)
@@ -261,7 +261,7 @@ def setting(trial: Entry) -> str:
     return ", ".join(filter(None, (*runs.task(trial.config).values(), judged)))
 
 
-def given(trial: Entry) -> str:
+def python_inputs(trial: Entry) -> str:
     """Fingerprints of what came from Python and is not in the configuration; the folder if no checkpoint has them yet. Empty for
     all other runs."""
     if trial.run is None:
@@ -277,7 +277,7 @@ def from_cell(cell: Measured) -> Entry:
     columns = {name: cell.column(name) for name in (*FIGURES, *SPENT, "passes")} | {"accuracy": cell.column(cell.metric.key)}
     known = make(cell.config, recorded=True)
     figures = (cell.score, cell.best, cell.loss)
-    return Entry(known, cell.rounds, columns, *figures, cell.environment, None, cell.metric, fared(cell.figures))
+    return Entry(known, cell.rounds, columns, *figures, cell.environment, None, cell.metric, client_scores(cell.figures))
 
 
 def from_run(run: Run) -> Entry:
@@ -296,11 +296,11 @@ def from_run(run: Run) -> Entry:
         run.environment,
         run,
         run.metric,
-        fared(next((row for row in reversed(run.history) if "client_mean" in row), {})),
+        client_scores(next((row for row in reversed(run.history) if "client_mean" in row), {})),
     )
 
 
-def fared(figures: Mapping[str, Any]) -> dict[str, float]:
+def client_scores(figures: Mapping[str, Any]) -> dict[str, float]:
     return {key: figures[key] for key in CLIENTS.values() if figures.get(key) is not None}
 
 

@@ -35,7 +35,7 @@ def build(content: Content, version: int | None = None) -> str:
     """The page. With a version, it asks its server what has changed since."""
     from plotly.offline import get_plotlyjs
 
-    drawn, told = charts.build(content), status(content)
+    drawn, progress = charts.build(content), status(content)
     found = parts(content, drawn)
     live = {} if version is None else {"version": version}
     title = f"fedagg: {content.title}"
@@ -56,9 +56,9 @@ def build(content: Content, version: int | None = None) -> str:
 <a class="skip" href="#main">To the content</a>
 <header>
 <h1>{escape(title)}</h1>
-<p id="status" class="{told["word"]}">{escape(told["text"])}</p>
-<ul id="unfinished">{"".join(f"<li>{escape(line)}</li>" for line in told["lines"])}</ul>
-<p id="about">{escape(told["about"])}</p>
+<p id="status" class="{progress["word"]}">{escape(progress["text"])}</p>
+<ul id="unfinished">{"".join(f"<li>{escape(line)}</li>" for line in progress["lines"])}</ul>
+<p id="about">{escape(progress["about"])}</p>
 <nav aria-label="Sections">{" ".join(f'<a href="#{key}">{escape(head)}</a>' for key, head, _, _ in found)}</nav>
 </header>
 <main id="main">
@@ -103,7 +103,7 @@ def parts(content: Content, drawn: dict[str, Any]) -> list[Part]:
     notes = "".join(f"<p>{escape(note)}</p>" for note in content.notes)
     found = [("results", "Results", tables.results(content) + notes, "")]
     if content.store is not None:
-        found += [(name, f"Beside the paper: {title}", body, "") for name, title, body in tables.beside_paper(content.store)]
+        found += [(name, f"Beside the paper: {title}", body, "") for name, title, body in tables.paper_tables(content.store)]
     buttons = " ".join(f'<button type="button" id="save-{form}">{form.upper()}</button>' for form in ("csv", "json"))
     save = f'<p class="choose">Save the numbers of all curves as {buttons}</p>'
     found.append(("curves", "Curves", "", menus(group="setting", progress="against") + figures(*FIGURES) + save))

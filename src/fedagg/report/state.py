@@ -41,7 +41,7 @@ def state(run: Run) -> State:
     took = [row["seconds"] for row in run.history[-RECENT:] if row.get("seconds") is not None]
     each, since = statistics.fmean(took) if took else None, silence(run)
     if not (summed_up and done >= rounds):
-        busy = files.claimed(run.folder)
+        busy = files.is_claimed(run.folder)
         if busy or (busy is None and since < max(QUIET, 5 * (each or 0.0))):
             left = None if each is None else max(0.0, (rounds - done) * each - min(since, each))
             return State(run.name, "running", done, rounds, left)

@@ -12,7 +12,7 @@ from fedagg.measure import CLIENTS
 from fedagg.report.content import Content, Group, Series
 from fedagg.reproduce import formats, grid, table
 from fedagg.reproduce.results import Store
-from fedagg.runs import differing
+from fedagg.runs import differing_settings
 
 Cell = tuple[str, float | str | None, bool]  # text, sort key, whether it is bold
 MOST_ROWS = 30  # largest number of rows of a table that is shown without a click
@@ -37,7 +37,7 @@ def methods(group: Group) -> str:
     scale, digits = metric.scale, 2 if metric.percent else 4
     rows = [
         [
-            plain(name),
+            text_cell(name),
             spread(one, [scale * t.score for t in one.trials], digits, bold=name in ends and ends[name] == top),
             spread(one, [scale * t.best for t in one.trials], digits),
             *(spread(one, [scale * t.by_client.get(key, math.nan) for t in one.trials], digits) for key in by_client.values()),
@@ -65,11 +65,11 @@ def amount(one: Series, by: str, form: str, scale: float = 1.0) -> Cell:
     return ("", None, False) if mean is None else (form.format(scale * mean), mean, False)
 
 
-def plain(text: object) -> Cell:
+def text_cell(text: object) -> Cell:
     return (str(text), str(text), False)
 
 
-def beside_paper(store: Store) -> Iterator[tuple[str, str, str]]:
+def paper_tables(store: Store) -> Iterator[tuple[str, str, str]]:
     """The paper's tables for which anything was measured: name, title, HTML."""
     for name in grid.names():
         spec = grid.load(name)
@@ -83,19 +83,19 @@ def beside_paper(store: Store) -> Iterator[tuple[str, str, str]]:
         rows = []
         for line in lines:
             about = [
-                plain(line.row.label),
-                plain(line.split),
+                text_cell(line.row.label),
+                text_cell(line.split),
                 (formats.clients(line), line.participation, False),
             ]
             held, ranked = line.order
             order: Cell = (formats.order(line), held / ranked if ranked else None, False)
-            rows.append([*about, *(measured(line, method) for method in built.methods), order])
+            rows.append([*about, *(result_cell(line, method) for method in built.methods), order])
         left = len(built.lines) - len(lines)
         notes = [*built.notes(), *([f"{left} settings of the paper were not run here at all."] if left else [])]
         yield name, spec.title, html(" ".join(notes), heads, rows)
 
 
-def measured(line: table.Line, method: str) -> Cell:
+def result_cell(line: table.Line, method: str) -> Cell:
     entry = line.entries[method]
     text = " ".join(filter(None, (formats.ours(entry), f"\n{formats.theirs(entry)}" if formats.theirs(entry) else "")))
     return (text, entry.mean if entry.ours else None, method == line.best)
@@ -117,7 +117,7 @@ def left_out(content: Content) -> str:
             named = (f"{c}{f' (node {nodes[c]})' if c in nodes else ''} in {often}" for c, often in who.most_common(MOST_NAMED))
             some = "; ".join(named) + (f"; {len(who) - MOST_NAMED} more" if len(who) > MOST_NAMED else "")
             counts: list[Cell] = [(str(n), n, False) for n in (len(who), who.total(), last[cause])]
-            rows.append((who.total(), [plain(run.name), plain(cause), *counts, plain(some)]))
+            rows.append((who.total(), [text_cell(run.name), text_cell(cause), *counts, text_cell(some)]))
     heads = ["run", "cause", "clients", "times", "last in round", "who, in how many rounds"]
     rows.sort(key=lambda row: -row[0])
     more = f" The {MOST_ROWS} most frequent of {len(rows)} causes." if len(rows) > MOST_ROWS else ""
@@ -128,13 +128,13 @@ def configuration(content: Content) -> str:
     """The settings that all runs share, and those that differ."""
     every = [trial.config.flat() for trial in content.trials]
     shared = {k: v for k, v in every[0].items() if v not in (None, ()) and all(one.get(k) == v for one in every)}
-    differ = differing(every)
-    text = html("All runs share these.", ["setting", "value"], [[plain(k), plain(v)] for k, v in shared.items()])
+    differ = differing_settings(every)
+    text = html("All runs share these.", ["setting", "value"], [[text_cell(k), text_cell(v)] for k, v in shared.items()])
     text = f"<details><summary>{len(shared)} settings that all runs share</summary>{text}</details>"
     if differ:
         heads = ["algorithm", *(k for k in differ if k != "algorithm")]
         distinct = list(dict.fromkeys(tuple(str(one.get(k, "")) for k in heads) for one in every))
-        rows = [[plain(value) for value in row] for row in distinct]
+        rows = [[text_cell(value) for value in row] for row in distinct]
         listed = html("Settings that differ.", heads, rows)
         if len(rows) > MOST_ROWS:
             listed = f"<details><summary>{len(rows)} combinations of settings that differ</summary>{listed}</details>"
@@ -150,7 +150,7 @@ def environment(content: Content) -> str:
             seen = values.setdefault(k, [])
             if v is not None and v not in seen:
                 seen.append(v)
-    rows = [[plain(k), plain(", ".join(map(str, seen)))] for k, seen in values.items() if seen]
+    rows = [[text_cell(k), text_cell(", ".join(map(str, seen)))] for k, seen in values.items() if seen]
     return html("Versions, machine and commit of the runs.", ["what", "value"], rows)
 
 

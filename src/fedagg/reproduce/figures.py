@@ -105,7 +105,7 @@ def partition(spec: Spec, folder: Path, formats: Sequence[str]) -> list[Path]:
             labels = federation.chosen_data(config, download=False)
         except DataError:
             return []
-        parts = federation.deal(federation.counted(config, labels), labels)
+        parts = federation.deal(federation.with_client_count(config, labels), labels)
         found = heterogeneity.label_counts(labels.y_train.numpy(), parts, labels.classes)
         counts[row.distribution] = found
         distances[row.distribution] = heterogeneity.distances(found).wasserstein

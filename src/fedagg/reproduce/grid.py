@@ -12,7 +12,7 @@ from typing import Any
 
 from fedagg import plugins
 from fedagg.algorithms import REGISTRY
-from fedagg.config import Config, having, known_method, no_such_option, options_of, resolve
+from fedagg.config import Config, known_method, methods_with, no_such_option, options_of, resolve
 from fedagg.errors import SettingError, unknown
 
 FOLDER = Path(__file__).resolve().parent.parent / "experiments" / "paper"
@@ -78,7 +78,7 @@ class Spec:
     def fit(given: dict[str, Any]) -> dict[str, Any]:
         """Keep an option for the methods that have it; a name that no method has stays, and is refused later."""
         own = options_of(given)
-        return {k: v for k, v in given.items() if k in Config.model_fields or k in own or not having(k)}
+        return {k: v for k, v in given.items() if k in Config.model_fields or k in own or not methods_with(k)}
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def load(name: str) -> Spec:
         fix = f"{error} is missing or has the wrong type; see experiments/paper"
         raise SettingError("experiment", name, fix) from None
     if "plugin" in spec.settings:
-        spec.settings["plugin"] = plugins.named(spec.settings["plugin"], path.parent)
+        spec.settings["plugin"] = plugins.parse_names(spec.settings["plugin"], path.parent)
         plugins.load(spec.settings["plugin"])
     return spec
 

@@ -14,7 +14,7 @@ from typing import Any
 from fedagg import files
 from fedagg.config import NO_BEARING, Config, options_of
 from fedagg.errors import FedaggError, first_line
-from fedagg.measure import ACCURACY, Measure, told
+from fedagg.measure import ACCURACY, Measure, read_measure
 from fedagg.result import Result
 
 COLUMNS = ("loss", "train_loss", "drift", "passes", "samples", "bytes_up", "bytes_down", "seconds")
@@ -169,7 +169,7 @@ def split(path: Path, text: str) -> dict[str, Any]:
 
 def measured(path: Path, name: str, cell: dict[str, Any]) -> Measured:
     try:
-        measure = told(cell.get("metric"))
+        measure = read_measure(cell.get("metric"))
         figures = {"score": cell[measure.key], "best": cell[f"best_{measure.key}"], "loss": cell["loss"]}
         known: dict[str, Any] = {name: math.nan if value is None else value for name, value in figures.items()}
         rest = {name: value for name, value in cell.items() if name not in (measure.key, f"best_{measure.key}", "loss", "metric")}

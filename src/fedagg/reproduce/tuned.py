@@ -28,11 +28,11 @@ Point = Mapping[str, Any]
 FOLDER = "tuning"  # in the results folder: trials, kept apart from reported results
 
 
-def tried(results: Path) -> Store:
+def trial_store(results: Path) -> Store:
     return Store(results / FOLDER)
 
 
-def places(spec: Spec) -> Iterator[tuple[Row, float]]:
+def table_settings(spec: Spec) -> Iterator[tuple[Row, float]]:
     """The settings of the table. A row with its own share of clients appears once."""
     for participation in spec.participation:
         for row in spec.rows:
@@ -53,23 +53,23 @@ def with_seed(config: Config, seed: int) -> Config:
     return config.model_copy(update={"seed": seed})
 
 
-def wanted(spec: Spec) -> list[tuple[Row, float, str]]:
-    return [(row, share, method) for row, share in places(spec) for method in spec.methods if spec.applies(row, method)]
+def combinations(spec: Spec) -> list[tuple[Row, float, str]]:
+    return [(row, share, method) for row, share in table_settings(spec) for method in spec.methods if spec.applies(row, method)]
 
 
 def trials(spec: Spec, store: Store, short: bool) -> Iterator[Cell]:
     """The runs needed for the choice: short runs of all points, or full runs of those that are left. Seeds are the outer loop."""
     assert spec.tuning is not None
     cells = [
-        Cell(row.name, method, trial(spec, row, method, share, point, short), said(point))
-        for row, share, method in wanted(spec)
+        Cell(row.name, method, trial(spec, row, method, share, point, short), describe_point(point))
+        for row, share, method in combinations(spec)
         for point in points(spec, store, row, method, share, short)
     ]
     for seed in spec.tuning.seeds:
         yield from (replace(cell, config=with_seed(cell.config, seed)) for cell in cells)
 
 
-def said(point: Mapping[str, Any]) -> str:
+def describe_point(point: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in point.items())
 
 
@@ -84,12 +84,12 @@ def points(spec: Spec, store: Store, row: Row, method: str, participation: float
 
 
 def ranking(
-    spec: Spec, store: Store, row: Row, method: str, participation: float, tried: Sequence[Point], short: bool = False
+    spec: Spec, store: Store, row: Row, method: str, participation: float, candidates: Sequence[Point], short: bool = False
 ) -> list[Point]:
     """The points, best first; empty while one of their runs is missing."""
     assert spec.tuning is not None
     means: list[tuple[float, Point]] = []
-    for point in tried:
+    for point in candidates:
         config = trial(spec, row, method, participation, point, short)
         found = [store.get(with_seed(config, seed)) for seed in spec.tuning.seeds]
         if any(cell is None for cell in found):
@@ -109,7 +109,7 @@ def choice(spec: Spec, store: Store, row: Row, method: str, participation: float
 
 
 @dataclass(frozen=True)
-class Place:
+class TableSetting:
     """One setting of the table: the results of every method, and the settings chosen for it (None: not yet)."""
 
     row: Row
@@ -142,21 +142,21 @@ class Place:
 
 def finals(spec: Spec, store: Store) -> Iterator[Cell]:
     """The runs at the chosen settings, to be reported."""
-    chosen = [(*each, choice(spec, store, each[0], each[2], each[1])) for each in wanted(spec)]
+    chosen = [(*each, choice(spec, store, each[0], each[2], each[1])) for each in combinations(spec)]
     for seed in range(spec.seeds):
         for row, participation, method, point in chosen:
             if point is not None:
-                yield Cell(row.name, method, final(spec, row, method, participation, seed, point), said(point))
+                yield Cell(row.name, method, final(spec, row, method, participation, seed, point), describe_point(point))
 
 
 def final(spec: Spec, row: Row, method: str, participation: float, seed: int, point: Mapping[str, Any]) -> Config:
     return spec.config(row, method, participation, seed, {"name": "", **point})
 
 
-def gather(spec: Spec, store: Store, tries: Store) -> list[Place]:
+def gather(spec: Spec, store: Store, tries: Store) -> list[TableSetting]:
     """The table from the results folder; nothing is run."""
     made = []
-    for (row, participation), variant in itertools.product(places(spec), spec.variants):
+    for (row, participation), variant in itertools.product(table_settings(spec), spec.variants):
         found: dict[str, list[Score]] = {}
         chosen: dict[str, Point | None] = {}
         for method in spec.methods:
@@ -165,7 +165,7 @@ def gather(spec: Spec, store: Store, tries: Store) -> list[Place]:
                 own = None if point is None else {**variant, **point}
                 configs = [] if own is None else [final(spec, row, method, participation, s, own) for s in range(spec.seeds)]
                 found[method] = [of_cell(seed, cell) for seed, config in enumerate(configs) if (cell := store.get(config))]
-        made.append(Place(row, participation, found, chosen, variant["name"]))
+        made.append(TableSetting(row, participation, found, chosen, variant["name"]))
     return made
 
 
@@ -174,71 +174,75 @@ def of_cell(seed: int, cell: Measured) -> Score:
     return Score.of(cell, seed, cell.column(cell.metric.key), columns, cell.seconds)
 
 
-def sheet(spec: Spec, found: list[Place]) -> Sheet:
+def sheet(spec: Spec, found: list[TableSetting]) -> Sheet:
     """One row per setting, one column per method, and FedAgg's lead over the best rival."""
     ours = OURS in spec.methods and len(spec.methods) > 1
     heads = ["setting", "split", "clients", *map(formats.name, spec.methods), *(["FedAgg ahead of the best rival"] if ours else [])]
     rows: list[list[str]] = []
     bold: set[tuple[int, int]] = set()
-    for at, place in enumerate(found):
-        means = {m: scores.mean([one.value for one in group]) for m, group in place.found.items() if group}
+    for at, setting in enumerate(found):
+        means = {m: scores.mean([one.value for one in group]) for m, group in setting.found.items() if group}
         best = max(means.values(), default=math.nan)
         cells = []
         for column, method in enumerate(spec.methods):
-            cells.append(shown(place, method))
+            cells.append(score_text(setting, method))
             if means.get(method) == best:
                 bold.add((at, 3 + column))
-        gap = scores.points(*place.ahead(place.rival))
-        rows.append([*place.about, *cells, *([gap if gap == "-" else f"{gap} ({formats.name(str(place.rival))})"] if ours else [])])
+        gap = scores.points(*setting.ahead(setting.rival))
+        rows.append(
+            [*setting.about, *cells, *([gap if gap == "-" else f"{gap} ({formats.name(str(setting.rival))})"] if ours else [])]
+        )
     return Sheet(spec.title, heads, rows, records(spec, found, None), words=3, bold=frozenset(bold), notes=notes(spec, found))
 
 
-def shown(place: Place, method: str) -> str:
-    if method not in place.found:
+def score_text(setting: TableSetting, method: str) -> str:
+    if method not in setting.found:
         return "-"
-    values = [one.value for one in place.found[method]]
+    values = [one.value for one in setting.found[method]]
     return scores.points(scores.mean(values), paired.deviation(values), sign="") if values else "not run"
 
 
-def details(spec: Spec, found: list[Place], target: float | None) -> Sheet:
+def details(spec: Spec, found: list[TableSetting], target: float | None) -> Sheet:
     """A row for every method in every setting, best first: rounds and megabytes to the target, FedAgg's lead, settings."""
     heads = ["setting", "split", "clients", "method", "accuracy"]
     heads += [f"{what} to {100 * target:g} %" for what in ("rounds", "MB")] if target is not None else []
     heads += ["FedAgg ahead by (95 %)", *(["settings"] if spec.tuning is not None else [])]
     rows: list[list[str]] = []
     bold: set[tuple[int, int]] = set()
-    for place in found:
-        ranked = sorted(standings(place, target), key=lambda one: -one.score)
+    for setting in found:
+        ranked = sorted(standings(setting, target), key=lambda one: -one.score)
         for number, one in enumerate(ranked):
             if number == 0:
                 bold.add((len(rows), 4))
-            gap = scores.points(*place.ahead(one.method)) if one.method != OURS else "-"
-            row = [*place.about, formats.name(one.method), scores.points(one.score, one.deviation, sign="")]
+            gap = scores.points(*setting.ahead(one.method)) if one.method != OURS else "-"
+            row = [*setting.about, formats.name(one.method), scores.points(one.score, one.deviation, sign="")]
             row += [*(one.to_target() if target is not None else ()), gap]
-            rows.append([*row, *([said(place.chosen[one.method] or {}) or "untuned"] if spec.tuning is not None else [])])
+            rows.append(
+                [*row, *([describe_point(setting.chosen[one.method] or {}) or "untuned"] if spec.tuning is not None else [])]
+            )
     return Sheet(spec.title, heads, rows, records(spec, found, target), 4, frozenset(bold), notes(spec, found))
 
 
-def standings(place: Place, target: float | None) -> list[Standing]:
-    return scores.standings({method: group for method, group in place.found.items() if group}, target)
+def standings(setting: TableSetting, target: float | None) -> list[Standing]:
+    return scores.standings({method: group for method, group in setting.found.items() if group}, target)
 
 
-def records(spec: Spec, found: list[Place], target: float | None) -> list[dict[str, Any]]:
+def records(spec: Spec, found: list[TableSetting], target: float | None) -> list[dict[str, Any]]:
     """The numbers, one line for every method in every setting; `ahead` is relative to FedAgg."""
 
     made = []
-    for place in found:
-        about = {"table": spec.name, "row": place.row.name, "setting": place.row.label, "split": place.split}
-        for one in standings(place, target):
-            ahead, within = (math.nan, math.nan) if one.method == OURS else place.ahead(one.method)
+    for setting in found:
+        about = {"table": spec.name, "row": setting.row.name, "setting": setting.row.label, "split": setting.split}
+        for one in standings(setting, target):
+            ahead, within = (math.nan, math.nan) if one.method == OURS else setting.ahead(one.method)
             own = replace(one, ahead=-ahead, within=within).record()
-            more = {} if spec.tuning is None else {"settings": said(place.chosen[one.method] or {})}
-            made.append({**about, "participation": place.participation, **own, **more})
+            more = {} if spec.tuning is None else {"settings": describe_point(setting.chosen[one.method] or {})}
+            made.append({**about, "participation": setting.participation, **own, **more})
     return made
 
 
-def notes(spec: Spec, found: list[Place]) -> list[str]:
-    counts = {len(group) for place in found for group in place.found.values() if group}
+def notes(spec: Spec, found: list[TableSetting]) -> list[str]:
+    counts = {len(group) for setting in found for group in setting.found.values() if group}
     if not counts:
         return ["Nothing of this was run yet."]
     seeds = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
@@ -258,6 +262,6 @@ def notes(spec: Spec, found: list[Place]) -> list[str]:
         text.append("FedAgg's lead is the mean difference over seeds, with its 95 % interval.")
     if spec.rounds_scale != 1:
         text.append(f"Rounds are {spec.rounds_scale:g} of the usual number.")
-    if any(not group for place in found for group in place.found.values()):
+    if any(not group for setting in found for group in setting.found.values()):
         text.append("Cells marked “not run” were not measured here.")
     return text

@@ -118,7 +118,7 @@ def analyse(
     count = min(len(run.history), rounds or len(run.history))
     if not count:
         raise SettingError("run", str(folder), "has no finished round")
-    config = repeatable(run.config, count, data_dir)
+    config = repeat_config(run.config, count, data_dir)
     data = (data or federation.chosen_data(config)).of_task(config.task).held_back(config.validation, config.seed)
     if data.task != "classification":
         raise SettingError(
@@ -130,7 +130,7 @@ def analyse(
         parts, _ = held_out(parts, config.client_test, config.seed)
     module = model if model is not None else federation.build_model(config, seen)
     objective = Objective(module, seen.x_train, seen.y_train, parts, config.weight_decay)
-    affordable(config, objective)
+    check_affordable(config, objective)
 
     watch = Watch(config.weight_decay)
     kept = config.changed(validation=0.0, client_test=0.0)  # the samples held back are already removed from the data
@@ -141,7 +141,7 @@ def analyse(
     return Reading(config, objective, watch.rounds, models).analysis(str(folder))
 
 
-def repeatable(config: Config, rounds: int, data_dir: str | None) -> Config:
+def repeat_config(config: Config, rounds: int, data_dir: str | None) -> Config:
     """The configuration of the same run on this machine, without settings that do not change its course."""
     changes: dict[str, Any] = {"rounds": rounds, "eval_every": rounds, "average": False, "stop_at": None, "patience": 0}
     if not torch.cuda.is_available():
@@ -151,7 +151,7 @@ def repeatable(config: Config, rounds: int, data_dir: str | None) -> Config:
     return config.changed(**changes, **({"data_dir": data_dir} if data_dir else {}))
 
 
-def affordable(config: Config, objective: Objective) -> None:
+def check_affordable(config: Config, objective: Objective) -> None:
     if config.augment != "none":
         raise SettingError("augment", config.augment, "changes the loss in every epoch; the bounds are about a run without it")
     if objective.layout.b:
@@ -184,11 +184,11 @@ class Reading:
         measured = [objective.value_and_gradient(w) for w in models]
         self.losses = [value for value, _ in measured]
         self.norms = [float(gradient.norm()) for _, gradient in measured]
-        self.minimum()
+        self.find_minimum()
         self.obstacle = self.find_obstacle()
         self.constants, self.sources = self.find_constants()
 
-    def minimum(self) -> None:
+    def find_minimum(self) -> None:
         """Find F* and w*: exactly for the linear model; otherwise F* is set to 0, since the proofs need only a lower bound."""
         self.best, self.about_best = 0.0, "no cross-entropy is lower, and the proofs need no more than that"
         self.distances: list[float] = []
@@ -215,10 +215,10 @@ class Reading:
 
     def find_obstacle(self) -> str:
         """Why the paper's results about F do not apply; empty if they do."""
-        reason = self.unlike(len(self.rounds))
-        return reason or next((reason for one in self.rounds if (reason := self.strange(one))), "")
+        reason = self.setup_obstacle(len(self.rounds))
+        return reason or next((reason for one in self.rounds if (reason := self.step_obstacle(one))), "")
 
-    def unlike(self, rounds: int) -> str:
+    def setup_obstacle(self, rounds: int) -> str:
         """Why this is not a run with full gradients, all clients, and a plain average in the first rounds; empty if it is."""
         c = self.config
         largest = max(len(part) for part in self.objective.samples)
@@ -227,7 +227,7 @@ class Reading:
             return f"needs full gradients, and {have}: set --batch-size {largest}"
         if c.per_round < c.clients:
             return f"needs all clients in every round, and {c.per_round} of {c.clients} take part: set --participation 1"
-        if reason := unusual(c):
+        if reason := optimiser_obstacle(c):
             return reason
         if draws(self.objective.module):
             return "needs full gradients, and the model has dropout: set --dropout 0"
@@ -242,10 +242,10 @@ class Reading:
         off = float((self.models[t + 1] - self.models[t] - work.moved).norm())
         return off <= 1e-3 * float(work.moved.norm()) + 8 * FLOAT32 * float(self.models[t].norm())
 
-    def strange(self, one: Round) -> str:
+    def step_obstacle(self, one: Round) -> str:
         """Why clients do not step along gradients of this round, their own or aggregated; empty if they do."""
         work = one.work.work
-        if reason := plain(one):
+        if reason := update_obstacle(one):
             return reason
         if work.mix is None or not bool(work.mix.any()):
             return "" if work.own == 1.0 else "needs steps along gradients, and here they are scaled"
@@ -256,11 +256,11 @@ class Reading:
             return "needs steps along gradients of the round, and clients mix in those of earlier rounds"
         return "" if work.own == self.rounds[0].work.work.own else "needs one mix of directions, and here it changes"
 
-    def fieldless(self) -> str:
+    def field_obstacle(self) -> str:
         """Why clients do not mix in the mean step of the last round; empty if they do, in every round but the first."""
         for t, one in enumerate(self.rounds):
             work = one.work.work
-            if reason := plain(one):
+            if reason := update_obstacle(one):
                 return reason
             if t == 0 and (work.own != 1.0 or work.mix is not None):
                 return "needs a first round along the clients' own gradients"
@@ -367,7 +367,7 @@ class Reading:
         none = Bound.none(self.obstacle)
         return [none if self.obstacle else formula(t) for t in range(1, len(self.rounds) + 1)]
 
-    def both(self, formula: Callable[[int, bool], Bound]) -> tuple[list[Bound], list[Bound]]:
+    def proved_and_printed(self, formula: Callable[[int, bool], Bound]) -> tuple[list[Bound], list[Bound]]:
         """The same, as proved and as printed."""
         return self.about_f(lambda t: formula(t, False)), self.about_f(lambda t: formula(t, True))
 
@@ -381,7 +381,7 @@ class Reading:
 
     def drift(self) -> Statement:
         c = self.config
-        reason = unusual(c) or next((reason for one in self.rounds if (reason := plain(one))), "")
+        reason = optimiser_obstacle(c) or next((reason for one in self.rounds if (reason := update_obstacle(one))), "")
         if c.weight_decay and c.batch_size < max(len(part) for part in self.objective.samples):
             reason = "needs full gradients where there is weight decay: within an epoch nobody looks where clients are"
         claim = Bound.none(reason) if reason else bounds.client_drift(self.constants)
@@ -391,18 +391,18 @@ class Reading:
     def progress(self) -> Statement:
         c = self.constants
         measured = [after - before for before, after in zip(self.losses, self.losses[1:], strict=False)]
-        claims = self.both(lambda t, printed: bounds.one_round_progress(c, self.norms[t - 1], as_printed=printed))
+        claims = self.proved_and_printed(lambda t, printed: bounds.one_round_progress(c, self.norms[t - 1], as_printed=printed))
         return Statement("progress", "Proposition 5", "F(w̄⁺) - F(w̄)", measured, *claims, float(c.P or 0.0) * self.blur)
 
     def loss(self) -> Statement:
         c, gaps = self.constants, [value - self.best for value in self.losses]
-        claims = self.both(lambda t, printed: bounds.convergence_rate(c, t, gaps[0], as_printed=printed))
+        claims = self.proved_and_printed(lambda t, printed: bounds.convergence_rate(c, t, gaps[0], as_printed=printed))
         return Statement("loss", "Theorem 4", "F(w̄) - F*", gaps[1:], *claims, float(c.P or 0.0) * self.blur)
 
     def gradient(self) -> Statement:
         squares, gap = [norm * norm for norm in self.norms], self.losses[0] - self.best
         means = [sum(squares[:t]) / t for t in range(1, len(squares))]
-        claims = self.both(lambda t, printed: bounds.convergence_error(self.constants, t, gap, as_printed=printed))
+        claims = self.proved_and_printed(lambda t, printed: bounds.convergence_error(self.constants, t, gap, as_printed=printed))
         return Statement("gradient", "Theorem 5", "mean |∇F(w̄)|²", means, *claims)
 
     def field(self) -> Statement:
@@ -410,7 +410,7 @@ class Reading:
         squares, gap = [norm * norm for norm in self.norms], self.losses[0] - self.best
         means = [sum(squares[:t]) / t for t in range(1, len(squares))]
         works = [one.work for one in self.rounds]
-        if reason := self.unlike(len(works) - 1) or self.fieldless():
+        if reason := self.setup_obstacle(len(works) - 1) or self.field_obstacle():
             return Statement("field", "FedAgg's default", "mean |∇F(w̄)|²", means, [Bound.none(reason)] * len(means))
         shares = [work.work.own for work in works[1:]] or [1.0]
         spread = max(float(work.rates.max() / work.rates.min()) for work in works) - 1.0
@@ -429,7 +429,7 @@ class Reading:
         curved = replace(self.constants, psi=strong.value)
         rounding = 2.0 * math.sqrt(max(self.distances)) * self.blur
         c = self.constants
-        convex = self.both(lambda t, printed: bounds.optimality_gap_convex(c, t, first, as_printed=printed))
+        convex = self.proved_and_printed(lambda t, printed: bounds.optimality_gap_convex(c, t, first, as_printed=printed))
         contraction = self.about_f(lambda t: bounds.optimality_gap_contraction(curved, t, first))
         wandering = self.about_f(lambda t: bounds.optimality_gap_nonconvex(c, t, first))
         what = "|w̄ - w*|²"
@@ -440,7 +440,7 @@ class Reading:
         ]
 
 
-def plain(one: Round) -> str:
+def update_obstacle(one: Round) -> str:
     """Why a step is not a rate times (mixed) gradients; empty if it is."""
     work = one.work.work
     if work.prox or work.memory:
@@ -448,7 +448,7 @@ def plain(one: Round) -> str:
     return "needs all weights to move, and here some stand still" if work.mask is not None else ""
 
 
-def unusual(config: Config) -> str:
+def optimiser_obstacle(config: Config) -> str:
     """Why a client's optimiser is not gradient descent; empty if it is."""
     if config.client_optimizer == "sgd" and not config.momentum and not config.clip:
         return ""

@@ -94,15 +94,15 @@ def distances(counts: Counts) -> Distances:
     sizes = counts.sum(1)
     if sizes.sum() == 0:
         raise DataError("no client has samples: there is no distribution to compare with")
-    whole = counts.sum(0) / sizes.sum()
+    overall = counts.sum(0) / sizes.sum()
     names = np.arange(counts.shape[1])
     rows = np.full((3, len(counts)), math.nan)
     for i, (row, size) in enumerate(zip(counts, sizes, strict=True)):
         if size > 0:
             own = row / size
-            rows[0, i] = wasserstein_distance(names, names, own, whole)
-            rows[1, i] = 0.5 * np.abs(own - whole).sum()
-            rows[2, i] = jensenshannon(own, whole, base=2)
+            rows[0, i] = wasserstein_distance(names, names, own, overall)
+            rows[1, i] = 0.5 * np.abs(own - overall).sum()
+            rows[2, i] = jensenshannon(own, overall, base=2)
     # Equal distributions can differ in the last bit; then the root of a tiny negative number is nan.
     rows[2, (sizes > 0) & np.isnan(rows[2])] = 0.0
     return Distances(sizes, rows[0], rows[1], rows[2])

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from fedagg import seeding
 from fedagg.data import Dataset
-from fedagg.data.mapped import READING, Mapped, allowed
+from fedagg.data.mapped import READING, Mapped, memory_limit
 from fedagg.data.mapped import TEST as KEPT
 from fedagg.errors import FedaggError, SettingError, first_line, unknown
 
@@ -94,7 +94,7 @@ def dataset(
             if value is not None:
                 raise SettingError(option, value, "a Dataset has all it needs; give this when you make it")
         return source if task is None else source.of_task(task)
-    room = allowed(memory)
+    room = memory_limit(memory)
     columns = Columns(target, features, user, room)
     train, own_test = read(source, columns)
     if isinstance(train.x, np.memmap) and Mapped.size(train.x) > room:
@@ -102,11 +102,11 @@ def dataset(
     if test is not None and own_test is not None:
         raise SettingError("test", test, "the data have a test part already; leave it out")
     if test is None or isinstance(test, int | float):
-        train, tested = (train, own_test) if own_test is not None else held_out(train, TEST if test is None else test)
+        train, tested = (train, own_test) if own_test is not None else split_off_test(train, TEST if test is None else test)
     else:
-        tested = read(test, replace(columns, user=None) if ids(user) else columns)[0]
-    train, tested = as_wide(train, tested), as_wide(tested, train)
-    y_train, y_test, labels = numbered(train, tested) if task in (None, "classification") else (train.y, tested.y, None)
+        tested = read(test, replace(columns, user=None) if are_ids(user) else columns)[0]
+    train, tested = pad_to_width(train, tested), pad_to_width(tested, train)
+    y_train, y_test, labels = number_labels(train, tested) if task in (None, "classification") else (train.y, tested.y, None)
     if name is None:
         name = Path(source).stem if isinstance(source, str | os.PathLike) else "custom"
     count = classes if classes is not None or labels is None else len(labels)
@@ -123,24 +123,25 @@ def read(source: Any, columns: Columns | None = None) -> tuple[Part, Part | None
         tested = next((key for key in ("test", "validation") if key in splits), None)
         if "train" not in splits:
             raise SettingError("data", ", ".join(map(str, splits)), "has no split named train; give one of its splits")
-        return single(source["train"], columns), None if tested is None else single(source[tested], columns)
+        return read_part(source["train"], columns), None if tested is None else read_part(source[tested], columns)
     if isinstance(source, tuple | list):
         if len(source) == 4:
             users = {"users": columns.user} if columns.user is not None else {}
             return Part(array(source[0]), array(source[1]), **users), Part(array(source[2]), array(source[3]))
         apart = getattr(source[-1], "ndim", 2) == 1 or all(str(one).endswith(".npy") for one in source)
         if len(source) == 2 and is_whole(source[0]) and not apart:
-            return read(source[0], columns)[0], read(source[1], replace(columns, user=None) if ids(columns.user) else columns)[0]
+            test_columns = replace(columns, user=None) if are_ids(columns.user) else columns
+            return read(source[0], columns)[0], read(source[1], test_columns)[0]
         if len(source) == 2:
             return Part(array(source[0]), array(source[1]), columns.user), None
         raise SettingError("data", f"{type(source).__name__} of {len(source)}", FORMS)
-    return single(source, columns), None
+    return read_part(source, columns), None
 
 
-def single(source: Any, columns: Columns) -> Part:
+def read_part(source: Any, columns: Columns) -> Part:
     """One part, from an object that holds samples and targets together."""
     if isinstance(source, TorchDataset | DataLoader):
-        return Part(*stacked(source), columns.user)
+        return Part(*stack_samples(source), columns.user)
     if (table := table_of(source)) is not None:
         part = from_table(table, columns)
         label = getattr(source, "features", None)
@@ -149,7 +150,7 @@ def single(source: Any, columns: Columns) -> Part:
     raise SettingError("data", type(source).__name__, FORMS)
 
 
-def ids(user: Any) -> bool:
+def are_ids(user: Any) -> bool:
     """Are these the users of samples, and not the name of a column?"""
     return user is not None and not isinstance(user, str)
 
@@ -178,13 +179,13 @@ def array(value: Any) -> Any:
     if hasattr(value, "columns"):
         table = table_of(value) or {}
         return features_of(table, list(table))
-    return plain("data", value)
+    return column_array("data", value)
 
 
 # --- torch -----------------------------------------------------------------------------------------------------------
 
 
-def stacked(samples: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def stack_samples(samples: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Every sample of a map-style dataset in one tensor. Transforms run once, here."""
     source: Any = samples.dataset if isinstance(samples, DataLoader) else samples
     if isinstance(source, IterableDataset) or not hasattr(source, "__len__"):
@@ -230,12 +231,12 @@ def target_of(table: Sequence[str] | Mapping[str, Any], columns: Columns) -> lis
 
 def from_table(table: Mapping[str, Any], columns: Columns) -> Part:
     target, features, user = columns.split(table)
-    return targeted(features_of(table, features), table, target, columns.user if user is None else table[user])
+    return part_with_target(features_of(table, features), table, target, columns.user if user is None else table[user])
 
 
-def targeted(x: Array, table: Mapping[str, Any], target: list[str], users: Any) -> Part:
-    y = [plain(name, table[name]) for name in target]
-    return Part(x, y[0] if len(y) == 1 else np.column_stack(y), None if users is None else plain("user", users), table=True)
+def part_with_target(x: Array, table: Mapping[str, Any], target: list[str], users: Any) -> Part:
+    y = [column_array(name, table[name]) for name in target]
+    return Part(x, y[0] if len(y) == 1 else np.column_stack(y), None if users is None else column_array("user", users), table=True)
 
 
 def features_of(table: Mapping[str, Any], chosen: list[str]) -> Array:
@@ -245,7 +246,7 @@ def features_of(table: Mapping[str, Any], chosen: list[str]) -> Array:
     for name in chosen:
         if name not in table:
             raise unknown("features", name, table)
-    found = {name: plain(name, table[name]) for name in chosen}
+    found = {name: column_array(name, table[name]) for name in chosen}
     deep = [name for name, column in found.items() if column.ndim > 1]
     if deep and len(found) > 1:
         raise SettingError("features", ", ".join(found), f"{deep[0]} holds an array a row: name it alone, or the others")
@@ -258,7 +259,7 @@ def features_of(table: Mapping[str, Any], chosen: list[str]) -> Array:
     return found[deep[0]] if deep else np.column_stack([column.astype(np.float32) for column in found.values()])
 
 
-def plain(name: str, column: Any) -> Array:
+def column_array(name: str, column: Any) -> Array:
     """A column as an array of numbers, of words, or with an array per row; rows of tokens are padded with 0 to equal length."""
     try:
         made = np.asarray(column)
@@ -365,7 +366,7 @@ def pixels(image: Any) -> Array:
 
 def channels_first(images: Any) -> Array:
     """(n, height, width) or (n, height, width, channels) in torch's order, (n, channels, height, width)."""
-    stack = plain("images", images)
+    stack = column_array("images", images)
     return stack[:, None] if stack.ndim == 3 else np.ascontiguousarray(stack.transpose(0, 3, 1, 2))
 
 
@@ -377,15 +378,15 @@ def from_csv(path: Path) -> dict[str, Array]:
             header, rows = [name.strip() for name in next(lines, [])], [row for row in lines if row]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise SettingError("dataset", str(path), f"cannot be read as CSV: {first_line(error)}") from None
-    if not rows or len(set(header)) < len(header) or all(number(name) for name in header):
+    if not rows or len(set(header)) < len(header) or all(is_number(name) for name in header):
         raise SettingError("dataset", str(path), "the first line must name the columns, each once, and rows must follow")
     if uneven := [at for at, row in enumerate(rows) if len(row) != len(header)]:
         words = f"row {uneven[0] + 1} has {len(rows[uneven[0]])} values, and the first line {len(header)}"
         raise SettingError("dataset", str(path), words)
-    return {name: typed(column) for name, column in zip(header, zip(*rows, strict=True), strict=True)}
+    return {name: parse_column(column) for name, column in zip(header, zip(*rows, strict=True), strict=True)}
 
 
-def number(text: str) -> bool:
+def is_number(text: str) -> bool:
     try:
         float(text)
     except ValueError:
@@ -393,7 +394,7 @@ def number(text: str) -> bool:
     return True
 
 
-def typed(column: Sequence[str]) -> Array:
+def parse_column(column: Sequence[str]) -> Array:
     """A column in its type; an empty cell among numbers is a missing value."""
     for kind in (np.int64, np.float64):
         try:
@@ -417,9 +418,9 @@ def from_parquet(path: Path, columns: Columns) -> Part:
             target, features, user = columns.split(file.schema_arrow.names)
             rows = max(1, int(columns.room / READING / size * about.num_rows))
             batches = (features_of(numpy_of(some), features) for some in file.iter_batches(rows, columns=features))
-            x = unpacked(batches, about.num_rows)
+            x = write_temporary(batches, about.num_rows)
             table = numpy_of(file.read([*target, *([] if user is None else [user])]))
-            return targeted(x, table, target, columns.user if user is None else table[user])
+            return part_with_target(x, table, target, columns.user if user is None else table[user])
     except FedaggError:
         raise
     except Exception as error:  # pyarrow's own errors, and those of the file system
@@ -431,7 +432,7 @@ def numpy_of(table: Any) -> dict[str, Any]:
     return {name: column.to_numpy(zero_copy_only=False) for name, column in zip(table.schema.names, table.columns, strict=True)}
 
 
-def unpacked(batches: Iterable[Array], count: int) -> np.memmap[Any, Any]:
+def write_temporary(batches: Iterable[Array], count: int) -> np.memmap[Any, Any]:
     """Write batches of samples to a .npy file that is removed when the process ends: Parquet cannot read single rows."""
     folder = tempfile.mkdtemp(prefix="fedagg-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -487,7 +488,7 @@ def npy(path: Path, setting: str) -> Array:
 # --- targets and the test part ---------------------------------------------------------------------------------------
 
 
-def numbered(train: Part, test: Part) -> tuple[Any, Any, tuple[str, ...] | None]:
+def number_labels(train: Part, test: Part) -> tuple[Any, Any, tuple[str, ...] | None]:
     """Words as numbers, over both parts, and the words in that order; also a table's integers that do not count from 0."""
     if train.names is not None or not all(isinstance(part.y, np.ndarray) and part.y.ndim == 1 for part in (train, test)):
         return train.y, test.y, train.names
@@ -501,7 +502,7 @@ def numbered(train: Part, test: Part) -> tuple[Any, Any, tuple[str, ...] | None]
     return numbers[: len(train)], numbers[len(train) :], tuple(str(name) for name in names)
 
 
-def as_wide(part: Part, other: Part) -> Part:
+def pad_to_width(part: Part, other: Part) -> Part:
     """Rows of tokens, padded with 0 to the longer of both parts."""
     if not all(isinstance(x, np.ndarray) and x.ndim == 2 and x.dtype.kind in "iu" for x in (part.x, other.x)):
         return part
@@ -509,7 +510,7 @@ def as_wide(part: Part, other: Part) -> Part:
     return replace(part, x=np.pad(part.x, ((0, 0), (0, more)))) if more > 0 else part
 
 
-def held_out(part: Part, share: Any) -> tuple[Part, Part]:
+def split_off_test(part: Part, share: Any) -> tuple[Part, Part]:
     """Training and test parts. The test share is drawn by a fixed seed; from disk it is at most what fits into memory."""
     most = part.x.room(KEPT) if isinstance(part.x, Mapped) else len(part)
     count = min(most, round(float(share) * len(part))) if 0 < share < 1 else 0
