@@ -201,7 +201,7 @@ def test_the_base_rate_stands_where_clients_are_silent() -> None:
     assert found(started(lr=0.2), gone) == 0.2
 
     class Closed(Clients):
-        open = False
+        reports_numbers = False
 
     closed = Closed(**vars(federation_of(4)))
     assert found(started(lr=0.2), closed) == 0.2
