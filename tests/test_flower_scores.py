@@ -14,7 +14,7 @@ import torch
 import fedagg
 from fedagg.errors import SettingError
 from fedagg.flower import FedAggStrategy, Privacy, client_app
-from fedagg.flower.server import split, tracker_names
+from fedagg.flower.server import split
 from flower_grid import HereGrid, PowerCut
 from test_flower import DATA, NODES, PARTS, federated, model, settings, simulated
 
@@ -192,7 +192,7 @@ def test_a_callback_stops_the_run_and_another_goes_on(tmp_path):
 
 
 def test_trackers_are_named_in_the_settings(tmp_path):
-    assert tracker_names(" tensorboard, mlflow,") == ["tensorboard", "mlflow"]
+    assert fedagg.trackers.split_names(" tensorboard, mlflow,") == ["tensorboard", "mlflow"]
     _, own = split({"clients": 2, "track": "tensorboard", "out": str(tmp_path)})
     assert own["track"] == "tensorboard"
     for given, words in (({"track": "tensorbord", "out": "/x"}, "tensorbord"), ({"track": "mlflow"}, "give `out`")):

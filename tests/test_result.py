@@ -57,6 +57,7 @@ def test_the_record_says_where_the_time_went(run: fedagg.Result) -> None:
     what = {"data", "network and engine", "checksum", "first round", "rounds", "evaluation", "record"}
     assert set(run.timing) == set(run.summary()["timing"]) == what
     assert all(taken >= 0 for taken in run.timing.values())
+    assert run.timing["first round"] + run.timing["rounds"] <= run.seconds
 
 
 def test_predictions_and_scores_are_those_of_the_run(run: fedagg.Result) -> None:

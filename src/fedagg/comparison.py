@@ -267,7 +267,7 @@ def carry_out(
     for config in first_seeds(configs):
         if done[config] is None:
             check(config, given, model, loss, metric)
-    for name in tracker_names(track):
+    for name in trackers.split_names(track):
         trackers.TRACKERS.find(name)
     files.folder(folder)
     # Checked before anything runs: of several processes under torchrun, the first soon writes these folders.
@@ -278,7 +278,7 @@ def carry_out(
             return before
         own = places[config]
         new, old = (None, own) if config in begun else (own, None)
-        follow = [trackers.make(name, own) for name in tracker_names(track)]
+        follow = [trackers.make(name, own) for name in trackers.split_names(track)]
         with watch.one(own.name) as callbacks:
             own_too: dict[str, Any] = {"model": model, "loss": loss, "metric": metric}
             return fedagg.run(config, data=given, out=new, resume=old, callbacks=[*follow, *callbacks], **own_too, progress=False)
@@ -299,10 +299,6 @@ def carry_out(
     return Comparison(results, target, interrupted=len(results) < len(configs))
 
 
-def tracker_names(track: str | None) -> list[str]:
-    return [name.strip() for name in (track or "").split(",") if name.strip()]
-
-
 def folder_name(config: Config, several: bool) -> str:
     return f"{config.method}-seed{config.seed}" if several else config.method
 
@@ -313,7 +309,7 @@ def in_folder(cell: Cell, store: Store, stop: Stop, several: bool, track: str) -
     try:
         plugins.load(config.plugin)
         begun = (folder / "config.toml").exists()
-        follow = [*(trackers.make(name, folder) for name in tracker_names(track)), stop]
+        follow = [*(trackers.make(name, folder) for name in trackers.split_names(track)), stop]
         given = running.data_of(config)
         new, old = (None, folder) if begun else (folder, None)
         result = fedagg.run(config, data=given, out=new, resume=old, callbacks=follow, progress=False)

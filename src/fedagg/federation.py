@@ -167,6 +167,7 @@ def run(
         except BaseException:
             book.withdraw()
             raise
+        timing.lap("record")
         try:
             for t in range(keeper.done, config.rounds):
                 if simulation.all_stop(keeper.stopped is not None):

@@ -22,6 +22,11 @@ from fedagg.registry import Registry
 from fedagg.result import Result
 
 
+def split_names(track: str | None) -> list[str]:
+    """The names in a list with commas."""
+    return [name.strip() for name in (track or "").split(",") if name.strip()]
+
+
 def make(name: str, folder: Path) -> Callback:
     """The tracker of that name; its files go under `folder`."""
     return Tolerant(name, TRACKERS.find(name)(folder))

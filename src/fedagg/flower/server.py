@@ -57,7 +57,7 @@ def server_app(model: Callable[[], nn.Module], *, metric: OwnMetric | None = Non
         wait = float(own.pop("wait", 600.0))
         if own.pop("log", "text") == "json":
             log_as_json()
-        own["callbacks"] = [trackers.make(name, Path(own["out"])) for name in tracker_names(own.pop("track", ""))]
+        own["callbacks"] = [trackers.make(name, Path(own["out"])) for name in trackers.split_names(own.pop("track", ""))]
         with seeding.seeded_global(seeding.derive(settings.seed, "model"), torch.device("cpu")):
             module = model()
         FedAggStrategy(module, settings, metric=metric, **own).run(grid, wait=wait)
@@ -90,12 +90,8 @@ def split(given: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
     if settings.get("algorithm", Config.model_fields["algorithm"].default) == "fedagg":
         settings.setdefault("downlink_bits", FIELD_BITS)
     made = config.make(settings)  # this loads the plugin, if there is one
-    for name in tracker_names(own.get("track", "")):
+    for name in trackers.split_names(own.get("track", "")):
         trackers.TRACKERS.find(name)
         if "out" not in own:
             raise SettingError("track", own["track"], "give `out`, the run folder, beside which trackers write")
     return made, own
-
-
-def tracker_names(track: str) -> list[str]:
-    return [name.strip() for name in track.split(",") if name.strip()]
