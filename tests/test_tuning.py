@@ -30,17 +30,17 @@ def call(*arguments: str) -> int:
     return stop.value.code
 
 
-def carried_out(plan: Plan, accuracy: Any) -> tuple[Tuned, list[Config]]:
-    """The plan with made-up accuracies, and what was run for it."""
+def carried_out(plan: Plan, accuracy: Any, loss: Any = lambda config: 1.0) -> tuple[Tuned, list[Config]]:
+    """The plan with made-up accuracies and losses, and what was run for it."""
     ran: list[Config] = []
 
     def run(cells: Any) -> bool:
         ran.extend(cell.config for cell in cells)
         return True
 
-    def found(config: Config) -> tuple[float, Measure] | None:
+    def found(config: Config) -> tuple[float, float, Measure] | None:
         value = accuracy(config)
-        return None if value is None else (value, ACCURACY)
+        return None if value is None else (value, loss(config), ACCURACY)
 
     return plan.carry_out(run, found), ran
 
@@ -102,6 +102,14 @@ def test_halving_gives_all_rounds_to_the_best_quarter() -> None:
     assert [(c.lr, c.rounds, c.warmup) for c in ran] == [*((lr, 2, 1) for lr in rates), (0.04, 9, 4), (0.05, 9, 4)]
     assert tuned.best.settings == {"lr": 0.04}
     assert [(row["lr"], row["rounds"]) for row in tuned.rows()] == [(0.04, 9), (0.05, 9), (0.03, 2), (0.02, 2), (0.01, 2)]
+
+
+def test_halving_goes_by_loss_where_scores_are_equal() -> None:
+    plan = Plan.make("fedavg", {"lr": [0.01, 0.02, 0.03, 0.04, 0.05]}, {**SMALL, "rounds": 8}, seeds=[7], halving=True)
+    losses = {0.01: 3.0, 0.02: float("nan"), 0.03: 1.0, 0.04: 2.0, 0.05: 4.0}
+    tuned, _ = carried_out(plan, lambda c: 0.1, lambda c: losses[c.lr])  # all on one plateau
+    assert [trial.settings["lr"] for trial in tuned.trials] == [0.03, 0.04]
+    assert [trial.settings["lr"] for trial in tuned.first] == [0.03, 0.04, 0.01, 0.05, 0.02]
 
 
 def test_random_points_are_the_same_every_time() -> None:
@@ -287,7 +295,7 @@ def test_a_sweep_is_in_the_order_of_its_axes_and_scored_on_the_test_set() -> Non
 
 def test_numbers_are_sorted_as_numbers() -> None:
     plan = Plan.make("fedavg", {"rounds": [10, 9, 100], "clients": [5, 40]}, {}, seeds=[0], choosing=False)
-    swept = plan.go_over(lambda cells: True, lambda c: (c.rounds / 1000, ACCURACY))
+    swept = plan.go_over(lambda cells: True, lambda c: (c.rounds / 1000, 1.0, ACCURACY))
     assert [t.settings["rounds"] for t in swept.trials] == [9, 9, 10, 10, 100, 100]
     assert swept.names == ["rounds", "clients", "accuracy", "deviation"]
     assert swept.table("csv").splitlines()[:2] == ["rounds,clients,accuracy,deviation", "9,5,0.009,"]

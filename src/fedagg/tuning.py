@@ -45,7 +45,7 @@ TASK = {
 }
 
 Run = Callable[[list[Cell]], bool]  # makes the runs that have no results yet, and says whether it finished
-Scored = tuple[float, Measure]  # the score of a run, and its measure
+Scored = tuple[float, float, Measure]  # the score of a run, its loss, and the measure of the score
 Found = Callable[[Config], Scored | None]
 R = TypeVar("R")
 Judge = Metric | str | Callable[[Tensor, Tensor], Tensor] | None
@@ -53,11 +53,12 @@ Judge = Metric | str | Callable[[Tensor, Tensor], Tensor] | None
 
 @dataclass(frozen=True)
 class Point:
-    """One point of the grid, and its score with each seed: accuracy, or the metric of its task."""
+    """One point of the grid, and its score with each seed: accuracy, or the metric of its task. `loss` is the mean over seeds."""
 
     settings: dict[str, Any]
     config: Config
     scores: tuple[float, ...] = ()
+    loss: float = math.nan
     metric: Measure = ACCURACY
 
     @property
@@ -220,7 +221,12 @@ class Plan:
 def rank_points(trials: Sequence[Point]) -> list[Point]:
     if not trials:
         raise no_result_error()
-    return sorted(trials, key=lambda t: -t.rank)
+    return sorted(trials, key=lambda t: best_first(t.rank, t.loss))
+
+
+def best_first(rank: float, loss: float) -> tuple[float, float]:
+    """The order of points. Loss decides between equal scores: early in a run, many points predict one class alone."""
+    return math.inf if math.isnan(rank) else -rank, math.inf if math.isnan(loss) else loss
 
 
 def no_result_error() -> FedaggError:
@@ -450,7 +456,7 @@ class PythonObjects:
                     result = fedagg.run(cell.config, **given, progress=False)
                     if result.interrupted:
                         return False
-                    known[cell.config] = result.score, result.metric
+                    known[cell.config] = result.score, result.loss, result.metric
             return True
 
         return carry_out(run, known.get)
@@ -472,11 +478,12 @@ def refuse_failures(ended: Sequence[CellResult]) -> None:
 
 def score(store: Store, config: Config) -> Scored | None:
     found = store.get(config)
-    return None if found is None else (found.score, found.metric)
+    return None if found is None else (found.score, found.loss, found.metric)
 
 
 def with_scores(trial: Point, found: Sequence[Scored]) -> Point:
-    return replace(trial, scores=tuple(value for value, _ in found), metric=found[0][1])
+    values, losses, measures = zip(*found, strict=True)
+    return replace(trial, scores=values, loss=statistics.fmean(losses), metric=measures[0])
 
 
 def axes_of(grid: Mapping[str, Iterable[Any]], given: Mapping[str, Any], no_axes: set[str]) -> dict[str, tuple[Any, ...]]:

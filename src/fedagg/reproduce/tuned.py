@@ -21,7 +21,7 @@ from fedagg.reproduce.grid import Cell, Row, Spec
 from fedagg.reproduce.results import Measured, Store
 from fedagg.scores import Score, Standing
 from fedagg.sheets import Sheet
-from fedagg.tuning import HALVING, shortened
+from fedagg.tuning import HALVING, best_first, shortened
 
 OURS = "fedagg"
 Point = Mapping[str, Any]
@@ -88,15 +88,15 @@ def ranking(
 ) -> list[Point]:
     """The points, best first; empty while one of their runs is missing."""
     assert spec.tuning is not None
-    means: list[tuple[float, Point]] = []
+    keys: list[tuple[tuple[float, float], Point]] = []
     for point in candidates:
         config = trial(spec, row, method, participation, point, short)
-        found = [store.get(with_seed(config, seed)) for seed in spec.tuning.seeds]
-        if any(cell is None for cell in found):
+        found = [cell for seed in spec.tuning.seeds if (cell := store.get(with_seed(config, seed)))]
+        if len(found) < len(spec.tuning.seeds):
             return []
-        mean = statistics.fmean(cell.score for cell in found if cell is not None)
-        means.append((-math.inf if math.isnan(mean) else mean, point))
-    return [point for _, point in sorted(means, key=lambda each: -each[0])]
+        score, loss = (statistics.fmean(values) for values in zip(*((cell.score, cell.loss) for cell in found), strict=True))
+        keys.append((best_first(found[0].metric.better(score), loss), point))
+    return [point for _, point in sorted(keys, key=lambda each: each[0])]
 
 
 def choice(spec: Spec, store: Store, row: Row, method: str, participation: float) -> Point | None:
