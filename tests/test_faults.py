@@ -18,7 +18,7 @@ import tiny
 from fedagg import algorithms, checkpoint, federation, progress
 from fedagg import clients as clients_module
 from fedagg.algorithms.fedagg import FedAgg
-from fedagg.algorithms.guard import LOSS_JUMP, worse
+from fedagg.algorithms.guard import worse
 from fedagg.clients import Clients, NoClients, Yardstick
 from fedagg.engines import distributed
 from fedagg.faults import KINDS, Faults
@@ -333,7 +333,7 @@ def test_fedagg_does_not_take_a_loss_under_zero_for_one_that_got_worse() -> None
 
 @pytest.mark.parametrize(("loss", "limit"), [(2.0, 3.0), (-3.0, -2.0), (0.0, 0.0), (float("inf"), float("inf"))])
 def test_a_worse_loss_is_a_greater_one(loss: float, limit: float) -> None:
-    assert worse(loss, LOSS_JUMP) == limit
+    assert worse(loss) == limit
 
 
 def test_fedagg_takes_back_a_step_after_which_everybody_blows_up_but_not_one_after_which_nobody_answers() -> None:

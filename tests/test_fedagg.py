@@ -376,6 +376,16 @@ def test_weights_are_drawn_back_by_a_share_of_the_way(travel: tuple[float, ...],
     assert torch.equal(method.decayed(model, told).w, model.w)  # type: ignore[arg-type]
 
 
+def test_normalised_networks_are_drawn_back_more() -> None:
+    told = SimpleNamespace(travel=torch.tensor([2.0]).double(), norm=torch.tensor([1.0]).double())
+    for network, share in ((nn.Linear(1, 1), 0.003), (nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2), nn.Linear(2, 1)), 0.017)):
+        method = FedAgg(lr=0.01)
+        method.start(Model(torch.zeros(2), torch.zeros(0)), network, None)  # type: ignore[arg-type]
+        method.state["norm"] = 1.0
+        model = method.decayed(Model(torch.tensor([3.0, 4.0]), torch.zeros(0)), told)  # type: ignore[arg-type]
+        torch.testing.assert_close(model.w, torch.tensor([3.0, 4.0]) * (1 - 2 * share / 5))
+
+
 # --- the guard --------------------------------------------------------------------------------------------------------
 
 
@@ -428,6 +438,32 @@ def test_training_that_makes_the_loss_worse(first: list[float], loss: list[float
 )
 def test_a_step_that_breaks_the_model(first: list[float], behind: list[float], broken: bool) -> None:
     assert guard.broken(outcome(first, behind=behind)) == broken
+
+
+@pytest.mark.parametrize(("loss", "harm"), [(0.6, False), (0.7, True)])
+def test_a_loss_near_zero_may_grow(loss: float, harm: bool) -> None:
+    """From 5 the run came down to 0.2. By hand, a tenth of that gain is 0.48, so what is below 0.68 is no harm, though three times
+    the loss before."""
+    for low, high in (([0.2] * 4, [loss] * 4), ([0.15, 0.25] * 2, [loss - 0.05, loss + 0.05] * 2)):
+        assert guard.broken(outcome(high, behind=low), start=5.0) == harm
+    assert guard.unruly(outcome([0.2] * 4, [loss] * 4), start=5.0) == harm
+    assert guard.unruly(outcome([0.2] * 4, [loss] * 4))  # where the start is not known
+
+
+def test_a_run_near_zero_loss_goes_on_at_its_rate() -> None:
+    """Clients whose first mini-batch has by chance a third of the usual loss: a tenth of the gain since the start is far more."""
+
+    class Lucky(Quadratic):
+        def run(self, *args: Any) -> Any:
+            for chunk in super().run(*args):
+                chunk.loss, chunk.first = torch.full_like(chunk.loss, 0.3), torch.full_like(chunk.first, 0.1)
+                yield chunk
+
+    for start, halved in ((5.0, False), (0.5, True)):
+        method = started(lr=0.05, pace="base")
+        method.state["start"] = start
+        method.round(Model(torch.zeros(1), torch.zeros(0)), federation_of(6, engine=Lucky()))
+        assert method.state["rate"] == (0.025 if halved else 0.05)
 
 
 def test_one_client_breaks_nothing() -> None:

@@ -371,3 +371,34 @@ def test_deep_networks_are_evaluated_in_smaller_batches_on_a_gpu(numbers: int, b
     monkeypatch.setattr(evaluate, "activations", lambda setting: numbers)
     setting = types.SimpleNamespace(device=torch.device("cuda"))
     assert evaluate.batch_size(setting) == batch  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "norm", "normalised"), [("vgg11", "batch", True), ("vgg11", "group", True), ("vgg11", "none", False)]
+)
+def test_normalised_networks(name: str, norm: str, normalised: bool) -> None:
+    assert models.is_normalised(models.build(name, (3, 32, 32), 10, norm=norm)) == normalised
+
+
+def test_half_of_the_layers_must_be_normalised() -> None:
+    def mlp(*norms: bool) -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), *([nn.BatchNorm1d(4)] if norm else [])) for norm in norms))
+
+    assert models.is_normalised(mlp(True, False))
+    assert not models.is_normalised(mlp(True, False, False))
+    assert not models.is_normalised(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)))  # inputs, not a layer
+    assert not models.is_normalised(mlp(True, True).requires_grad_(False))
+
+
+def test_the_scale_of_a_normalised_layer_has_no_effect() -> None:
+    """That is why weights may be drawn back: halved, they compute the same."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.GroupNorm(2, 8), nn.ReLU())
+    assert models.is_normalised(network)
+    x = torch.randn(16, 3, 8, 8)
+    before = network(x)
+    with torch.no_grad():
+        for layer in (network[0], network[3]):
+            for parameter in layer.parameters():
+                parameter /= 2
+    torch.testing.assert_close(network(x), before, rtol=0, atol=2e-3)  # but for the norms' small ε

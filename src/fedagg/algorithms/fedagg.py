@@ -21,7 +21,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import nn
 
-from fedagg import meanfield
+from fedagg import meanfield, models
 from fedagg.algorithms import guard
 from fedagg.algorithms.base import Algorithm, option, register
 from fedagg.clients import Clients, NoClients, Outcome
@@ -37,6 +37,7 @@ TAIL = 3.0  # later models weigh more in the average of the path: the η of Sham
 STEADY = 0.25  # largest share of one round in the average, unless the loss falls over a longer time
 CLIP = 1.5  # largest norm of a mini-batch gradient, as a multiple of the usual norm at the start
 DECAY = 0.003  # weight decay, as a share of the distance that gradients covered
+NORMALISED_DECAY = 0.017  # the same for networks whose layers are normalised: there it costs nothing but noise
 MEMORY = 0.7  # weight of earlier rounds in the agreement and in the change of the loss
 LONG = 0.85  # the same for a longer memory of the change of the loss
 RATE_BAND = (0.1, 2.0)  # rates stay within these multiples of the pace
@@ -54,11 +55,13 @@ class FedAgg(Algorithm):
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
         self.departure, self.rate = math.nan, 0.0
+        self.decay = NORMALISED_DECAY if models.is_normalised(module) else DECAY
         self.state |= {
             "rate": 0.0,  # for a client's own gradient; 0 until it is measured
             "phi1": torch.zeros_like(model.w),  # the aggregated gradient, one for all epochs
             "known": 0,  # rounds that gave a mean field
             "agreement": 1.0,
+            "start": -math.inf,  # the loss at the start, if clients reported it
             "norm": 0.0,  # of a mini-batch gradient at the start
             "back": 0.0,  # the multiple of φ1 that leads back to the last model
             "trend": 0.0,  # the mean change of the loss in a round, and of its size
@@ -86,7 +89,7 @@ class FedAgg(Algorithm):
         if not any(report.first for report in still):  # no client answered, or none reported a loss
             return
         self.state["norm"] = median(report.norm for report in still)
-        first = sum(report.loss for report in still) / len(still)
+        first = self.state["start"] = sum(report.loss for report in still) / len(still)
         worst = first + abs(first)  # cap for losses, also those that are not finite
         # A client that makes only one step reports its loss before that step. If most do, the mean step of all clients is tried.
         common = clients.rehearsed.velocity if clients.rehearsed and median(report.steps for report in still) <= 1 else None
@@ -143,9 +146,9 @@ class FedAgg(Algorithm):
                 return self.undo(clients)
             raise
         looked = self.state["back"] != 0.0 and out.sent is not None
-        if guard.blown_up(clients) or (looked and guard.broken(out)):
+        if guard.blown_up(clients) or (looked and guard.broken(out, self.state["start"])):
             return self.undo(clients)
-        if guard.unruly(out):
+        if guard.unruly(out, self.state["start"]):
             self.state["rate"] /= 2
             clients.yardstick.length = usual
             return model
@@ -183,9 +186,9 @@ class FedAgg(Algorithm):
     def decayed(self, model: Model, out: Outcome) -> Model:
         """Weight decay without a unit: weights are pulled to zero by a share of the distance that the clients' gradients covered,
         each counted alone. Steps of constant length in changing directions make weights grow, and the larger these are, the less a
-        step changes."""
+        step changes. If layers are normalised, only that matters about their length, and the pull is stronger."""
         norm = out.norm.nan_to_num(0.0).clamp(0.0, self.limit())  # as reported by the client, so not trusted
-        pull = DECAY * float((out.travel * norm).mean())
+        pull = self.decay * float((out.travel * norm).mean())
         length = float(torch.linalg.vector_norm(model.w))
         return Model(model.w * (1.0 - pull / max(length, pull)), model.buffers) if pull else model
 

@@ -2,7 +2,8 @@
 
 It uses losses that clients report anyway. The loss of a client's first mini-batch is measured at the global model, before any step,
 and also at the last global model, so that the two can be compared on the same samples. A user's own loss may be negative: then
-"k times worse" means divided by k, which is closer to zero.
+"k times worse" means divided by k, which is closer to zero. Losses near zero often grow by half, which means little: a loss counts
+as worse only if it also gives up a good part of what the run has gained.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from torch import Tensor
 from fedagg.clients import Clients, Outcome
 
 LOSS_JUMP = 1.5  # if the loss exceeds this multiple of the one before, the step broke the model
+GIVEN_UP = 0.1  # if it also gives up more than this share of the gain since the start
 DOUBT = 3.0  # standard errors that may be chance
 LOST_SHARE = 0.2  # if more clients than this share diverge, the model or the rate is to blame
 
 
-def worse(loss: float, times: float = LOSS_JUMP) -> float:
-    """A loss that is `times` as bad, also if it is negative."""
-    return max(times * loss, loss / times)
+def worse(loss: float, start: float = -math.inf) -> float:
+    """The lowest loss that counts as worse than this one, in a run that began with the loss `start` (-∞ if that is not known)."""
+    return max(LOSS_JUMP * loss, loss / LOSS_JUMP, loss + GIVEN_UP * (start - loss))
 
 
 def doubt(values: Tensor) -> float:
@@ -28,15 +30,15 @@ def doubt(values: Tensor) -> float:
     return DOUBT * float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else math.inf
 
 
-def unruly(out: Outcome) -> bool:
+def unruly(out: Outcome, start: float = -math.inf) -> bool:
     """Did the clients' own training make the loss worse than at its start? Then the rate is too high for them, and their updates
     are useless."""
-    return float(out.loss.mean()) > worse(float(out.first.mean()) + doubt(out.first))
+    return float(out.loss.mean()) > worse(float(out.first.mean()) + doubt(out.first), start)
 
 
-def broken(out: Outcome) -> bool:
+def broken(out: Outcome, start: float = -math.inf) -> bool:
     """Did the last step break the model? Its loss has jumped, on the same samples as before the step."""
-    return float(out.first.mean()) - doubt(out.first - out.behind) > worse(float(out.behind.mean()))
+    return float(out.first.mean()) - doubt(out.first - out.behind) > worse(float(out.behind.mean()), start)
 
 
 def blown_up(clients: Clients) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal
 
 from torch import nn
 
 NORMS = ("batch", "group", "none")
+NORM_LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm)
 
 
 def norm_layer(norm: str, channels: int) -> nn.Module:
@@ -42,3 +44,15 @@ def he_init(model: nn.Module, mode: Literal["fan_in", "fan_out"] = "fan_out") ->
         if layer.bias is not None:
             nn.init.zeros_(layer.bias)
     nn.init.normal_(layers[-1].weight, std=0.01)
+
+
+def is_normalised(model: nn.Module) -> bool:
+    """Does batch or group normalisation follow at least half of the layers with a weight matrix? The scale of such a layer has no
+    effect on what the network computes. Layers count in the order in which the module lists them."""
+    parts = [part for part in model.modules() if isinstance(part, NORM_LAYERS) or trained_matrices(part)]
+    followed = sum(trained_matrices(one) for one, after in pairwise(parts) if isinstance(after, NORM_LAYERS))
+    return 2 * followed >= sum(map(trained_matrices, parts)) > 0
+
+
+def trained_matrices(part: nn.Module) -> int:
+    return sum(parameter.requires_grad and parameter.dim() > 1 for parameter in part.parameters(recurse=False))
