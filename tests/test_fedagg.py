@@ -513,6 +513,15 @@ def test_the_model_that_is_shown(short: float, long: float, known: int, share: f
     assert float(method.reported(model).w) == pytest.approx(2.0 + share * 2.0)
 
 
+def test_statistics_are_averaged_with_the_weights() -> None:
+    """Those of the last round do not belong to averaged weights. An infinity, as in a mask, stays one."""
+    method = started(1)
+    method.state |= {"swing": 0.1, "long swing": 0.2, "known": 13, "shown/buffers": torch.tensor([2.0, -math.inf, 7.0])}
+    model = Model(torch.zeros(1), torch.tensor([4.0, -math.inf, 7.0]))
+    method.average(model)  # a share of 4/(13 + 3)
+    assert method.reported(model).buffers.tolist() == [2.5, -math.inf, 7.0]
+
+
 def test_while_nothing_is_known_the_last_model_is_shown() -> None:
     method = started(1)
     method.state["known"] = 50

@@ -68,7 +68,8 @@ class FedAgg(Algorithm):
             "swing": 0.0,
             "long trend": 0.0,  # the same over more rounds
             "long swing": 0.0,
-            "shown": model.w,  # the average of the path
+            "shown": model.w,  # the average of the path, with the statistics that belong to it
+            "shown/buffers": model.buffers,
         }
         self.keep(model, 0.0)
 
@@ -201,10 +202,12 @@ class FedAgg(Algorithm):
             for which in ("", "long ")
         )
         share = max((TAIL + 1) / (TAIL + self.state["known"]), min(STEADY, short), long)
-        self.state["shown"] = self.state["shown"] + share * (model.w - self.state["shown"])
+        for name, value in (("shown", model.w), ("shown/buffers", model.buffers)):
+            mean = self.state[name] + share * (value - self.state[name])
+            self.state[name] = torch.where(mean.isfinite(), mean, value)  # a buffer may hold an infinity, such as a mask
 
     def reported(self, model: Model) -> Model:
-        return Model(self.state["shown"], model.buffers)
+        return Model(self.state["shown"], self.state["shown/buffers"])
 
     def keep(self, model: Model, usual: float) -> None:
         """Remember a model that was not broken, the field that led to it, and the usual length of a step before clients trained on
