@@ -1,8 +1,7 @@
 # Two commands: `make demo` and `make test`. Both make .venv themselves; a second call is quick. `make quick` is for those who change code.
 PYTHON ?= python3
 VENV := .venv
-# Of the 20,000 files that are installed, few are ever imported; Python compiles these when they are.
-PIP := $(VENV)/bin/pip --disable-pip-version-check -q install --no-compile -c constraints.txt
+INSTALL := $(VENV)/bin/python tools/install.py -c constraints.txt
 FEDAGG := $(VENV)/bin/fedagg
 # Keep what Python compiles, whatever the shell says: otherwise every process that the tests start compiles torch again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -15,12 +14,12 @@ $(VENV)/bin/python:
 
 $(VENV)/.run: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing fedagg into $(VENV) (once)"
-	$(PIP) -e '.[analysis]'
+	$(INSTALL) -e '.[analysis]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing fedagg with its development extra into $(VENV) (once)"
-	$(PIP) -e '.[dev,flower]'
+	$(INSTALL) -e '.[dev,flower]'
 	@touch $@ $(VENV)/.run
 
 demo: $(VENV)/.run

@@ -32,7 +32,8 @@ from fedagg.options import declared
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
-import config_table  # noqa: E402 - a script, not a package
+import config_table  # noqa: E402 - scripts, not a package
+import install  # noqa: E402
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(?P<skip><!-- not run: [^>]+ -->\n)?^```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -150,6 +151,15 @@ def test_settings_table_says_what_config_says() -> None:
         "| `--participation` | `0.2` | > 0, ≤ 1 | share of the clients that takes part in a round, at least one client |"
     )
     assert config_table.allowed("client_optimizer") == "`sgd`, `adam`"
+
+
+def test_pips_settings_are_handed_to_uv_or_pip_is_used() -> None:
+    """Lines as `pip config list` writes them. Without its folder of wheels, uv would take another build of torch."""
+    mine = [":env:.find-links='/opt/a /opt/b'", "global.index-url='https://mirror/simple'", "global.timeout='60'"]
+    assert install.uv_settings(mine) == {"UV_FIND_LINKS": "/opt/a,/opt/b", "UV_DEFAULT_INDEX": "https://mirror/simple"}
+    assert install.uv_settings(["site.extra-index-url='file:///opt/pypi'"]) == {}
+    for more in ("global.extra-index-url='https://elsewhere/simple file:///opt/pypi'", "user.no-index='true'"):
+        assert install.uv_settings([*mine, more]) is None
 
 
 def test_every_constant_of_fedagg_is_explained() -> None:
