@@ -15,7 +15,7 @@ from torch import Tensor
 from fedagg.clients import Clients, Outcome
 
 LOSS_JUMP = 1.5  # if the loss exceeds this multiple of the one before, the step broke the model
-GIVEN_UP = 0.1  # if it also gives up more than this share of the gain since the start
+GIVEN_UP = 0.1  # provided that it also gives up more than this share of the gain since the start
 DOUBT = 3.0  # standard errors that may be chance
 LOST_SHARE = 0.2  # if more clients than this share diverge, the model or the rate is to blame
 
