@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -217,15 +216,6 @@ def test_prior_follows_unbalanced_classes() -> None:
 def test_infinite_sigma_is_iid() -> None:
     for by in ("client", "class"):
         assert same(dirichlet(BALANCED, 7, math.inf, 5, by=by), iid(BALANCED, 7, 5))
-
-
-def test_speed_at_scale() -> None:
-    labels = np.random.default_rng(0).integers(0, 10, 50_000)
-    start = time.perf_counter()
-    dirichlet(labels, 100, 0.1, 0)
-    assert time.perf_counter() - start < 1
-    many = np.zeros(600_000, dtype=np.int8)
-    assert len(iid(many, 200_000, 0)) == 200_000
 
 
 @pytest.mark.parametrize(

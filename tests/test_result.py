@@ -48,6 +48,8 @@ def test_a_folder_gives_the_result_that_the_run_returned(run: fedagg.Result) -> 
     assert again.config == run.config
     assert again.history == run.history
     assert again.summary() == run.summary()
+    assert again.seconds == run.seconds
+    assert again.timing == run.timing
     state = again.model.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in run.model.state_dict().items())
     assert repr(again) == repr(run)
@@ -57,7 +59,7 @@ def test_the_record_says_where_the_time_went(run: fedagg.Result) -> None:
     what = {"data", "network and engine", "checksum", "first round", "rounds", "evaluation", "record"}
     assert set(run.timing) == set(run.summary()["timing"]) == what
     assert all(taken >= 0 for taken in run.timing.values())
-    assert run.timing["first round"] + run.timing["rounds"] <= run.seconds
+    assert run.timing["first round"] + run.timing["rounds"] <= run.seconds + 0.0015  # three numbers that are rounded
 
 
 def test_predictions_and_scores_are_those_of_the_run(run: fedagg.Result) -> None:

@@ -79,6 +79,11 @@ class Result:
     criterion: Loss | None = cross_entropy
     task: Task = CLASSIFICATION
 
+    def __post_init__(self) -> None:
+        """Times are rounded here rather than when they are written: a result that is read back is the one that was returned."""
+        self.seconds = round(self.seconds, 3)
+        self.timing = {what: round(taken, 3) for what, taken in self.timing.items()}
+
     @property
     def accuracy(self) -> float:
         """Accuracy at the last evaluation, from 0 to 1; only if that is the metric."""
@@ -109,8 +114,8 @@ class Result:
             self.metric.key: finite(self.score),
             f"best_{self.metric.key}": finite(self.best),
             "loss": finite(self.loss),
-            "seconds": round(self.seconds, 3),
-            **({"timing": {what: round(taken, 3) for what, taken in self.timing.items()}} if self.timing else {}),
+            "seconds": self.seconds,
+            **({"timing": self.timing} if self.timing else {}),
             "run": str(self.run) if self.run else None,
             **({"interrupted": True} if self.interrupted else {}),
             **({"stopped": self.stopped} if self.stopped else {}),
