@@ -146,6 +146,7 @@ def works(d: int) -> dict[str, Work]:
         ),
         "per client": Work(rate=rate, slope=torch.ones(2, 2), high=torch.tensor([0.02, 0.08, 0.05, 0.03]), field=field),
         "memory": Work(rate=rate, memory=True, field=field[:1], mix=torch.ones(2, 1)),
+        "some memory": Work(rate=rate, memory=0.3, own=0.3, field=field, mix=torch.tensor([[0.7, 0.3], [0.7, 0.3]])),
         "mask": Work(rate=rate, mask=mask),
         "trace": Work(rate=rate, trace=True),
         "clip": Work(rate=rate, clip=0.5, own=0.4, field=field[:1], mix=torch.ones(2, 1)),

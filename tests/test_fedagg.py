@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -384,6 +385,66 @@ def test_normalised_networks_are_drawn_back_more() -> None:
         method.state["norm"] = 1.0
         model = method.decayed(Model(torch.tensor([3.0, 4.0]), torch.zeros(0)), told)  # type: ignore[arg-type]
         torch.testing.assert_close(model.w, torch.tensor([3.0, 4.0]) * (1 - 2 * share / 5))
+
+
+# --- what clients remember --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Watched(FedAgg):
+    """Checks the two properties that the correction rests on, in every round of a run."""
+
+    def plan(self, clients: Clients) -> Work:
+        assert clients.memory is not None
+        everyone = clients.memory.read(range(clients.total))
+        torch.testing.assert_close(self.state["control"], everyone.mean(0), rtol=1e-3, atol=1e-5)
+        return replace(super().plan(clients), trace=True)
+
+    def remember(self, chunk: Chunk, work: Work) -> Tensor:
+        found, gradients = super().remember(chunk, work), chunk.gradients
+        assert gradients is not None
+        torch.testing.assert_close(found, gradients.mean(1), rtol=1e-3, atol=1e-4)
+        return found
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched"])
+@pytest.mark.parametrize("discarded", [(), (0, 2)])
+def test_clients_remember_their_gradient_and_the_server_its_mean(
+    monkeypatch: pytest.MonkeyPatch, engine: str, discarded: tuple[int, ...]
+) -> None:
+    """The mean is over all clients, those that have not taken part yet count as zero. It is right also after rounds whose result
+    is not used: clients do not hear of that. The engine measures the gradients independently."""
+    played = itertools.count()
+    monkeypatch.setattr(guard, "unruly", lambda out, start: next(played) in discarded)
+    more: dict[str, Any] = {"partition": "shards", "shards": 2, "clients": 10, "participation": 0.5, "rounds": 6}
+    method = Watched(theorem=False)
+    fedagg.run(algorithm=method, dataset="mnist-mini", model="linear", engine=engine, batch_size=100, device="cpu", **more)
+    assert next(played) == 6
+
+
+@pytest.mark.parametrize(
+    ("memory", "network", "recalls"),
+    [
+        ("auto", nn.Linear(2, 1), True),
+        ("auto", nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1)), False),
+        ("auto", nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.ReLU(), nn.Linear(2, 1)), True),
+        ("auto", nn.Conv1d(1, 1, 1), False),
+        ("on", nn.Conv1d(1, 1, 1), True),
+        ("off", nn.Linear(2, 1), False),
+    ],
+)
+def test_clients_remember_where_one_linear_layer_is_trained(memory: Any, network: nn.Module, recalls: bool) -> None:
+    method = FedAgg(memory=memory)
+    method.start(Model(torch.zeros(3), torch.zeros(0)), network, None)  # type: ignore[arg-type]
+    assert ("control" in method.state) == recalls
+
+
+@pytest.mark.parametrize(("steps", "norm", "remember"), [(2, 1.0, True), (1, 1.0, False), (2, 0.0, False)])
+def test_nothing_is_remembered_of_a_single_step_or_of_unlimited_gradients(steps: int, norm: float, remember: bool) -> None:
+    method = started()
+    method.state |= {"rate": 0.1, "norm": norm}
+    clients = federation_of(3, local=ClientOptions(epochs=1, batch_size=10 // steps))
+    assert method.plan(clients).memory == (1.0 if remember else 0.0)
 
 
 # --- the guard --------------------------------------------------------------------------------------------------------

@@ -125,6 +125,13 @@ def test_fedavg_with_the_same_steps_does_not() -> None:
 
 
 @pytest.mark.slow
+def test_fedagg_reaches_it_if_clients_remember() -> None:
+    """Its pull on the weights is what is left."""
+    assert far(run("fedagg", 60, epochs=5, lr=0.1, memory="on"), OPTIMUM) < 0.02
+    assert far(run("fedagg", 60, epochs=5, lr=0.1, memory="off"), OPTIMUM) > 0.05
+
+
+@pytest.mark.slow
 def test_fedprox_gets_closer_but_not_there() -> None:
     """An exact proximal step goes the share a/(a + μ) of the way."""
     ours = run("fedprox", 40, mu=ALPHA, **EXACT)

@@ -201,9 +201,10 @@ class Clients:
         self.bytes_up += len(gathered.jobs) * wire.up(work, model, self.epochs, gathered.represented())
         valid = [why is None for why in causes]
         self.yardstick.length = max(self.yardstick.length, usual_length(lengths, valid))
+        enough = sum(valid) >= self.quorum
         if self.memory is not None:
-            self.memory.keep(job.client for job, ok in zip(gathered.jobs, valid, strict=True) if ok)
-        if sum(valid) < self.quorum:
+            self.memory.keep(job.client for job, ok in zip(gathered.jobs, valid, strict=True) if ok and enough)
+        if not enough:
             raise NoClients
         self.outcome = replace(gathered.outcome(valid, model), sent=work.field)
         return self.outcome

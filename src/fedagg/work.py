@@ -91,7 +91,7 @@ class Work:
     r"""What a round asks of every client: at epoch l, for every mini-batch gradient g,
 
     $$w \leftarrow w - \eta_l\,\bigl(\mathtt{own}\,g + \mathtt{mix}_l\,\mathtt{field}
-    + \mathtt{prox}\,(w-\bar w) - \mathtt{memory}_i\bigr), \qquad
+    + \mathtt{prox}\,(w-\bar w) - \mathtt{memory}\,m_i\bigr), \qquad
     \eta_l = \mathtt{rate}_l + \mathtt{slope}_l\,\mathtt{field}\,(w_{i,l}-\bar w)\ \text{within}\ [\mathtt{low}, \mathtt{high}].$$
 
     This covers every method of the package: FedAvg is `rate` alone, FedProx adds `prox`, FedDyn `prox` and `memory`, SCAFFOLD
@@ -109,7 +109,7 @@ class Work:
     field: Tensor | None = None  # (m, d)
     mix: Tensor | None = None  # (L, m)
     prox: float = 0.0
-    memory: bool = False  # subtract the client's own remembered vector, and let it remember
+    memory: float = 0.0  # weight of the client's own remembered vector, which is subtracted; if not 0, the client remembers
     mask: Tensor | None = None  # (d,): 0 where a weight must not move
     behind: float = 0.0  # how far back along the field, w̄ + behind · field, the first mini-batch's loss is taken, too
     clip: float = 0.0  # largest norm of a mini-batch gradient, and norms are measured; 0: neither
@@ -125,7 +125,7 @@ class Work:
     @property
     def subtracts(self) -> bool:
         """Is the client's memory subtracted from its direction?"""
-        return self.memory and not self.custom
+        return self.memory != 0.0 and not self.custom
 
     def of(self, positions: Sequence[int]) -> Work:
         """The work for these participants: if each has its own rate or bound, only theirs."""
@@ -215,7 +215,7 @@ class Chunk(Report):
     start: Tensor  # w̄, (d,)
     delta: Tensor  # w_i - w̄, (n, d)
     buffers: Tensor  # (n, b)
-    memory: Tensor | None = None  # the remembered vectors that the clients trained with, (n, d)
+    memory: Tensor | None = None  # the remembered vectors that the clients trained with, times their weight, (n, d)
     gradients: Tensor | None = None  # mean mini-batch gradient of each epoch, (n, L, d)
     path: Tensor | None = None  # w_{i,l} - w̄, (n, L+1, d)
     classes: Tensor | None = None  # per-class mean representations, (n, classes, features)

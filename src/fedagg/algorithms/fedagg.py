@@ -19,14 +19,14 @@ from statistics import median
 from typing import ClassVar, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedagg import meanfield, models
 from fedagg.algorithms import guard
 from fedagg.algorithms.base import Algorithm, option, register
 from fedagg.clients import Clients, NoClients, Outcome
 from fedagg.flat import Layout, Model
-from fedagg.work import Work
+from fedagg.work import Chunk, Work
 
 LEAST_OWN = 0.1  # lower bound of λ: a client that ignored its own gradient would teach the server nothing
 STILL = 0.001  # as a share of the base rate: clients that hardly move show the state at the start
@@ -51,7 +51,9 @@ class FedAgg(Algorithm):
     direction: Literal["mixed", "local"] = option("mixed", "what a client steps along")
     pace: Literal["measured", "base"] = option("measured", "how the rate of a client's own gradient is set")
     theorem: bool = option(True, "rates by Theorem 1; else all the same")
+    memory: Literal["auto", "on", "off"] = option("auto", "do clients remember their last gradient? auto: with linear models")
     scheduled: ClassVar[bool] = False
+    remembers: ClassVar[bool] = True
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
         self.departure, self.rate = math.nan, 0.0
@@ -71,6 +73,9 @@ class FedAgg(Algorithm):
             "shown": model.w,  # the average of the path, with the statistics that belong to it
             "shown/buffers": model.buffers,
         }
+        self.recalls = self.memory == "on" or (self.memory == "auto" and models.is_linear(module))
+        if self.recalls:
+            self.state["control"] = torch.zeros_like(model.w)  # the mean of what all clients remember
         self.keep(model, 0.0)
 
     def own_share(self) -> float:
@@ -126,26 +131,55 @@ class FedAgg(Algorithm):
         self.rate = self.own_rate(clients)
         pace, norm2 = self.rate / own, float(phi1.double().square().sum())
         if not norm2:
-            return Work(rate=clients.constant(pace), clip=self.limit())
+            return self.recall(Work(rate=clients.constant(pace), clip=self.limit()), clients)
         mix = torch.full((epochs, 1), 1.0 - own)
         flat = Work(clients.constant(pace), own=own, field=phi1[None], mix=mix, behind=self.state["back"], clip=self.limit())
         if not self.theorem:
-            return flat
+            return self.recall(flat, clients)
         ahead = torch.arange(1, epochs + 1, dtype=torch.float64).flip(0).cumsum(0).flip(0)  # Σ_{k>p} k
         rate, slope = meanfield.affine_rates(torch.ones(epochs, epochs), -pace * ahead, self.alpha)
         slope = slope.sum(1, keepdim=True) / (steps * norm2)
-        return replace(flat, rate=rate, slope=slope, low=RATE_BAND[0] * pace, high=RATE_BAND[1] * pace)
+        return self.recall(replace(flat, rate=rate, slope=slope, low=RATE_BAND[0] * pace, high=RATE_BAND[1] * pace), clients)
+
+    def recall(self, work: Work, clients: Clients) -> Work:
+        """Replace a client's own gradient g by g - h_i + h̄, if clients remember: h_i is its mean gradient when it last took part, h̄
+        the mean over all clients (SCAFFOLD's control variates). A client that makes one step does not drift. Without a limit on
+        gradients, what is remembered might blow up."""
+        if not self.recalls or not self.state["norm"] or clients.steps * clients.epochs <= 1:
+            return work
+        field, mix, slope = torch.stack([self.state["phi1"], self.state["control"]]), work.mix, work.slope
+        if not field.any():  # nothing is remembered yet
+            return replace(work, memory=work.own)
+        none = torch.zeros(len(work.rate), 1)
+        mix = torch.cat([none if mix is None else mix, none + work.own], 1)
+        return replace(work, memory=work.own, field=field, mix=mix, slope=slope if slope is None else torch.cat([slope, none], 1))
+
+    def remember(self, chunk: Chunk, work: Work) -> Tensor:
+        """A client's mean gradient, from its displacement."""
+        assert chunk.memory is not None
+        common, step = work.shift(0), chunk.memory - chunk.delta / chunk.travel[:, None]
+        return (step if common is None else step - common) / work.own
+
+    def follow(self, work: Work, out: Outcome, clients: Clients) -> None:
+        """Update the mean of what clients remember, also after a round whose result is discarded: clients do not know of that."""
+        if work.memory:
+            phi1, control = (0.0, 0.0) if out.sent is None else out.sent
+            own, share = work.own, len(out.clients) / clients.total
+            gradient = (-out.velocity - (1.0 - own) * phi1) / own
+            self.state["control"] = self.state["control"] + share * (gradient - control)
 
     def round(self, model: Model, clients: Clients) -> Model:
         self.departure, usual = math.nan, clients.yardstick.length
         if not self.state["rate"]:
             self.search(clients)
+        work = self.plan(clients)
         try:
-            out = clients.train(self.plan(clients))
+            out = clients.train(work)
         except NoClients:
             if guard.blown_up(clients):
                 return self.undo(clients)
             raise
+        self.follow(work, out, clients)
         looked = self.state["back"] != 0.0 and out.sent is not None
         if guard.blown_up(clients) or (looked and guard.broken(out, self.state["start"])):
             return self.undo(clients)

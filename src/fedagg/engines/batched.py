@@ -371,7 +371,7 @@ class Batched:
         # With batch statistics the short last batch needs a separate shape; all clients of the group share it.
         short = self.stage(work, n, tail, epochs) if self.whole and tail < batch else None
 
-        own = memory.read([job.client for job in jobs]).to(device) if work.memory and memory is not None else None
+        own = work.memory * memory.read([job.client for job in jobs]).to(device) if work.memory and memory is not None else None
         work = work.of([job.position for job in jobs])
         behind = torch.zeros(n, device=device)
         if work.behind and work.field is not None:  # a step of length zero gives the loss there

@@ -22,7 +22,7 @@ class Sequential:
 
     def run(self, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> Iterator[Chunk]:
         for job in jobs:
-            own = memory.read([job.client])[0].to(self.setting.device) if memory and work.memory else None
+            own = work.memory * memory.read([job.client])[0].to(self.setting.device) if memory and work.memory else None
             with seeding.seeded_global(job.seed, self.setting.device):
                 yield self.client(model, work, job, own)
 

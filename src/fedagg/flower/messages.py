@@ -116,7 +116,7 @@ def write_order(order: Order, packed: Packed | None) -> tuple[ArrayRecord, Confi
         config["test"] = True
     config["optimizer"], config["augment"] = order.local.optimizer, order.local.augment
     config["low"], config["high"], config["own"], config["prox"] = work.low, float(work.high), work.own, work.prox
-    config["memory"], config["trace"], config["behind"], config["limit"] = work.memory, work.trace, work.behind, work.clip
+    config["memory"], config["trace"], config["behind"], config["limit"] = float(work.memory), work.trace, work.behind, work.clip
     for name, part in (("rate", work.rate), ("slope", work.slope), ("mix", work.mix)):
         if part is not None:
             config[name] = [float(v) for v in part.flatten().tolist()]
@@ -159,7 +159,7 @@ def read_order(content: RecordDict, layout: Layout) -> Order:
         own=float(config["own"]),
         field=field,
         prox=float(config["prox"]),
-        memory=bool(config["memory"]),
+        memory=float(config["memory"]),
         mask=mask,
         trace=bool(config["trace"]),
         behind=float(config["behind"]),

@@ -54,5 +54,11 @@ def is_normalised(model: nn.Module) -> bool:
     return 2 * followed >= sum(map(trained_matrices, parts)) > 0
 
 
+def is_linear(model: nn.Module) -> bool:
+    """Is a single linear layer all that is trained? Then the usual losses are convex in the weights."""
+    trained = [part for part in model.modules() if any(p.requires_grad for p in part.parameters(recurse=False))]
+    return len(trained) == 1 and isinstance(trained[0], nn.Linear)
+
+
 def trained_matrices(part: nn.Module) -> int:
     return sum(parameter.requires_grad and parameter.dim() > 1 for parameter in part.parameters(recurse=False))
