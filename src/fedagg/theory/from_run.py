@@ -444,7 +444,7 @@ def update_obstacle(one: Round) -> str:
     """Why a step is not a rate times (mixed) gradients; empty if it is."""
     work = one.work.work
     if work.prox or work.memory:
-        return "needs steps along gradients, and here a proximal term or a memory is added"
+        return "needs steps along gradients, and here a proximal term or a memory is added (for fedagg, set --memory off)"
     return "needs all weights to move, and here some stand still" if work.mask is not None else ""
 
 
