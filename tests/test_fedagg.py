@@ -439,11 +439,15 @@ def test_clients_remember_where_one_linear_layer_is_trained(memory: Any, network
     assert ("control" in method.state) == recalls
 
 
-@pytest.mark.parametrize(("steps", "norm", "remember"), [(2, 1.0, True), (1, 1.0, False), (2, 0.0, False)])
-def test_nothing_is_remembered_of_a_single_step_or_of_unlimited_gradients(steps: int, norm: float, remember: bool) -> None:
+@pytest.mark.parametrize(
+    ("steps", "norm", "robust", "remember"),
+    [(2, 1.0, "mean", True), (1, 1.0, "mean", False), (2, 0.0, "mean", False), (2, 1.0, "median", False)],
+)
+def test_where_nothing_is_remembered(steps: int, norm: float, robust: str, remember: bool) -> None:
+    """Of a single step, of unlimited gradients, and where updates are not averaged."""
     method = started()
     method.state |= {"rate": 0.1, "norm": norm}
-    clients = federation_of(3, local=ClientOptions(epochs=1, batch_size=10 // steps))
+    clients = federation_of(3, local=ClientOptions(epochs=1, batch_size=10 // steps), robust=robust)
     assert method.plan(clients).memory == (1.0 if remember else 0.0)
 
 

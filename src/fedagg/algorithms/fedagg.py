@@ -144,8 +144,9 @@ class FedAgg(Algorithm):
     def recall(self, work: Work, clients: Clients) -> Work:
         """Replace a client's own gradient g by g - h_i + h̄, if clients remember: h_i is its mean gradient when it last took part, h̄
         the mean over all clients (SCAFFOLD's control variates). A client that makes one step does not drift. Without a limit on
-        gradients, what is remembered might blow up."""
-        if not self.recalls or not self.state["norm"] or clients.steps * clients.epochs <= 1:
+        gradients, what is remembered might blow up, and with a robust rule h̄ would not be the mean."""
+        drifts = clients.steps * clients.epochs > 1
+        if not (self.recalls and self.state["norm"] and drifts and clients.robust == "mean"):
             return work
         field, mix, slope = torch.stack([self.state["phi1"], self.state["control"]]), work.mix, work.slope
         if not field.any():  # nothing is remembered yet
