@@ -439,15 +439,29 @@ def test_clients_remember_where_one_linear_layer_is_trained(memory: Any, network
     assert ("control" in method.state) == recalls
 
 
+class Whispering(Quadratic):
+    """One of the clients reports no norm, unless all are to be heard."""
+
+    def __init__(self, heard: bool) -> None:
+        super().__init__()
+        self.heard = heard
+
+    def run(self, *given: Any) -> Any:
+        for chunk in super().run(*given):
+            silent = chunk.jobs[0].client == 0 and not self.heard
+            yield replace(chunk, norm=torch.zeros(1)) if silent else chunk
+
+
 @pytest.mark.parametrize(
-    ("steps", "norm", "robust", "remember"),
-    [(2, 1.0, "mean", True), (1, 1.0, "mean", False), (2, 0.0, "mean", False), (2, 1.0, "median", False)],
+    ("steps", "heard", "robust", "remember"),
+    [(2, True, "mean", True), (1, True, "mean", False), (2, False, "mean", False), (2, True, "median", False)],
 )
-def test_where_nothing_is_remembered(steps: int, norm: float, robust: str, remember: bool) -> None:
-    """Of a single step, of unlimited gradients, and where updates are not averaged."""
+def test_where_nothing_is_remembered(steps: int, heard: bool, robust: str, remember: bool) -> None:
+    """Of a single step, where a client is silent, and where updates are not averaged."""
     method = started()
-    method.state |= {"rate": 0.1, "norm": norm}
-    clients = federation_of(3, local=ClientOptions(epochs=1, batch_size=10 // steps), robust=robust)
+    clients = federation_of(3, local=ClientOptions(epochs=1, batch_size=10 // steps), robust=robust, engine=Whispering(heard))
+    method.search(clients)
+    assert method.state["norm"] > 0
     assert method.plan(clients).memory == (1.0 if remember else 0.0)
 
 

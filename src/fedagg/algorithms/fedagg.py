@@ -7,8 +7,9 @@ Clients step along a mix of their own gradient and the aggregated one (Eq. 9 bet
 - λ, their own share of the step, from how far their gradients agree. The pace of the federation is the own rate over λ, so that a
   client's own gradient always has the same weight. The less clients agree, the longer they continue in the common direction.
 
-Theorem 1 then gives every client its rate for every epoch around that pace, and the server pulls the weights back a little. None of
-this has a unit: if the loss, or the inputs of a linear model, are multiplied by ten, the run is the same at rates scaled to match.
+Theorem 1 then gives every client its rate for every epoch around that pace, and the server pulls the weights back a little. Where
+the model is linear, clients remember their last gradient, which takes the drift out of the next one. None of this has a unit: if
+the loss, or the inputs of a linear model, are multiplied by ten, the run is the same at rates scaled to match.
 """
 
 from __future__ import annotations
@@ -75,7 +76,10 @@ class FedAgg(Algorithm):
         }
         self.recalls = self.memory == "on" or (self.memory == "auto" and models.is_linear(module))
         if self.recalls:
-            self.state["control"] = torch.zeros_like(model.w)  # the mean of what all clients remember
+            self.state |= {
+                "control": torch.zeros_like(model.w),  # the mean of what all clients remember
+                "heard": False,  # did all clients report the norm of their gradients?
+            }
         self.keep(model, 0.0)
 
     def own_share(self) -> float:
@@ -95,6 +99,8 @@ class FedAgg(Algorithm):
         if not any(report.first for report in still):  # no client answered, or none reported a loss
             return
         self.state["norm"] = median(report.norm for report in still)
+        if self.recalls:
+            self.state["heard"] = all(report.norm for report in still)
         first = self.state["start"] = sum(report.loss for report in still) / len(still)
         worst = first + abs(first)  # cap for losses, also those that are not finite
         # A client that makes only one step reports its loss before that step. If most do, the mean step of all clients is tried.
@@ -143,10 +149,10 @@ class FedAgg(Algorithm):
 
     def recall(self, work: Work, clients: Clients) -> Work:
         """Replace a client's own gradient g by g - h_i + h̄, if clients remember: h_i is its mean gradient when it last took part, h̄
-        the mean over all clients (SCAFFOLD's control variates). A client that makes one step does not drift. Without a limit on
-        gradients, what is remembered might blow up, and with a robust rule h̄ would not be the mean."""
+        the mean over all clients (SCAFFOLD's control variates). A client that makes one step does not drift. A client that
+        reports nothing must not be asked to remember, and with a robust rule h̄ would not be the mean."""
         drifts = clients.steps * clients.epochs > 1
-        if not (self.recalls and self.state["norm"] and drifts and clients.robust == "mean"):
+        if not (self.recalls and self.state["heard"] and drifts and clients.robust == "mean"):
             return work
         field, mix, slope = torch.stack([self.state["phi1"], self.state["control"]]), work.mix, work.slope
         if not field.any():  # nothing is remembered yet
