@@ -236,7 +236,7 @@ def test_only_written_layers_are_cut_into_stacks() -> None:
 
 # Terms are added to gradients, whatever network they come from: all of them on the plainest network of either form, on the others
 # one that is plain and one that is dealt out in chunks.
-KINDS = ["plain", "prox", "mixed", "per client", "memory", "mask", "trace"]
+KINDS = ["plain", "prox", "mixed", "per client", "memory", "some memory", "mask", "trace"]
 PAIRS = [*((make, kind) for make in (chain, odd) for kind in KINDS)]
 MORE = [(normed, "plain"), (normed, "trace"), (branched, "mixed"), (branched, "memory")]
 PAIRS += [pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE]
@@ -251,7 +251,7 @@ def test_forms_agree_with_the_plain_engine(make: Any, kind: str) -> None:
         memory.write(client, 0.01 * torch.randn(setting.layout.d, generator=torch.Generator().manual_seed(client)))
     jobs = job_list()
     expected = list(Sequential(setting).run(model, work, jobs, memory))
-    chunks = kind in ("per client", "memory", "trace")  # the others have nothing of a client's own
+    chunks = kind in ("per client", "memory", "some memory", "trace")  # the others have nothing of a client's own
     for name, engine in forms(setting, chunks).items():
         ours = list(engine.run(model, work, jobs, memory))
         try:

@@ -394,11 +394,11 @@ def test_normalised_networks_are_drawn_back_more() -> None:
 class Watched(FedAgg):
     """Checks the two properties that the correction rests on, in every round of a run."""
 
-    def plan(self, clients: Clients) -> Work:
+    def recall(self, work: Work, clients: Clients) -> Work:
         assert clients.memory is not None
         everyone = clients.memory.read(range(clients.total))
         torch.testing.assert_close(self.state["control"], everyone.mean(0), rtol=1e-3, atol=1e-5)
-        return replace(super().plan(clients), trace=True)
+        return replace(super().recall(work, clients), trace=True)
 
     def remember(self, chunk: Chunk, work: Work) -> Tensor:
         found, gradients = super().remember(chunk, work), chunk.gradients
@@ -462,7 +462,7 @@ def test_where_nothing_is_remembered(steps: int, heard: bool, robust: str, remem
     clients = federation_of(3, local=ClientOptions(epochs=1, batch_size=10 // steps), robust=robust, engine=Whispering(heard))
     method.search(clients)
     assert method.state["norm"] > 0
-    assert method.plan(clients).memory == (1.0 if remember else 0.0)
+    assert method.recall(method.plan(clients), clients).memory == (1.0 if remember else 0.0)
 
 
 # --- the guard --------------------------------------------------------------------------------------------------------

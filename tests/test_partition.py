@@ -218,6 +218,10 @@ def test_infinite_sigma_is_iid() -> None:
         assert same(dirichlet(BALANCED, 7, math.inf, 5, by=by), iid(BALANCED, 7, 5))
 
 
+def test_very_many_clients() -> None:
+    assert len(iid(np.zeros(600_000, dtype=np.int8), 200_000, 0)) == 200_000
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [

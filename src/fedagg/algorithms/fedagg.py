@@ -137,15 +137,15 @@ class FedAgg(Algorithm):
         self.rate = self.own_rate(clients)
         pace, norm2 = self.rate / own, float(phi1.double().square().sum())
         if not norm2:
-            return self.recall(Work(rate=clients.constant(pace), clip=self.limit()), clients)
+            return Work(rate=clients.constant(pace), clip=self.limit())
         mix = torch.full((epochs, 1), 1.0 - own)
         flat = Work(clients.constant(pace), own=own, field=phi1[None], mix=mix, behind=self.state["back"], clip=self.limit())
         if not self.theorem:
-            return self.recall(flat, clients)
+            return flat
         ahead = torch.arange(1, epochs + 1, dtype=torch.float64).flip(0).cumsum(0).flip(0)  # Σ_{k>p} k
         rate, slope = meanfield.affine_rates(torch.ones(epochs, epochs), -pace * ahead, self.alpha)
         slope = slope.sum(1, keepdim=True) / (steps * norm2)
-        return self.recall(replace(flat, rate=rate, slope=slope, low=RATE_BAND[0] * pace, high=RATE_BAND[1] * pace), clients)
+        return replace(flat, rate=rate, slope=slope, low=RATE_BAND[0] * pace, high=RATE_BAND[1] * pace)
 
     def recall(self, work: Work, clients: Clients) -> Work:
         """Replace a client's own gradient g by g - h_i + h̄, if clients remember: h_i is its mean gradient when it last took part, h̄
@@ -179,7 +179,7 @@ class FedAgg(Algorithm):
         self.departure, usual = math.nan, clients.yardstick.length
         if not self.state["rate"]:
             self.search(clients)
-        work = self.plan(clients)
+        work = self.recall(self.plan(clients), clients)
         try:
             out = clients.train(work)
         except NoClients:

@@ -22,7 +22,7 @@ class Sequential:
 
     def run(self, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> Iterator[Chunk]:
         for job in jobs:
-            own = work.memory * memory.read([job.client])[0].to(self.setting.device) if memory and work.memory else None
+            own = memory.read([job.client])[0].to(self.setting.device) if memory and work.memory else None
             with seeding.seeded_global(job.seed, self.setting.device):
                 yield self.client(model, work, job, own)
 
@@ -33,6 +33,7 @@ class Sequential:
         space.module.train()
         stepper = Stepper(local, space.w, work.clip)
         work = work.of([job.position])
+        own = None if own is None else work.memory * own
         rates, losses = torch.zeros(local.epochs, device=s.device), torch.zeros((), device=s.device)
         first = behind = torch.zeros((), device=s.device)
         gradients = torch.zeros(local.epochs, s.layout.d, device=s.device) if work.trace else None
