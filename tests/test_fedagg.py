@@ -337,7 +337,7 @@ def test_the_limit_saves_a_run_whose_rate_is_too_high(monkeypatch: pytest.Monkey
         torch.manual_seed(2)
         module = nn.Sequential(nn.Flatten(), nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
         job = {"clients": 20, "participation": 0.5, "epochs": 2, "batch_size": 10, "rounds": 12, "eval_every": 12, "seed": 5}
-        run = fedagg.run(algorithm=Bold(lr=0.4), dataset="mnist-mini", partition="shards", model=module, **job)
+        run = fedagg.run(algorithm=Bold(lr=0.4, memory="off"), dataset="mnist-mini", partition="shards", model=module, **job)
         found.append(run.accuracy)
     assert found[0] > found[1] + 0.2
 
@@ -403,13 +403,14 @@ class Watched(FedAgg):
     def remember(self, chunk: Chunk, work: Work) -> Tensor:
         found, gradients = super().remember(chunk, work), chunk.gradients
         assert gradients is not None
-        torch.testing.assert_close(found, gradients.mean(1), rtol=1e-3, atol=1e-4)
+        phi1 = 0.0 if work.field is None else work.field[0]
+        torch.testing.assert_close(found, gradients.mean(1) - phi1, rtol=1e-3, atol=1e-4)
         return found
 
 
 @pytest.mark.parametrize("engine", ["sequential", "batched"])
 @pytest.mark.parametrize("discarded", [(), (0, 2)])
-def test_clients_remember_their_gradient_and_the_server_its_mean(
+def test_clients_remember_how_they_differ_and_the_server_the_mean(
     monkeypatch: pytest.MonkeyPatch, engine: str, discarded: tuple[int, ...]
 ) -> None:
     """The mean is over all clients, those that have not taken part yet count as zero. It is right also after rounds whose result
@@ -423,20 +424,45 @@ def test_clients_remember_their_gradient_and_the_server_its_mean(
 
 
 @pytest.mark.parametrize(
-    ("memory", "network", "recalls"),
+    ("memory", "network", "first"),
     [
-        ("auto", nn.Linear(2, 1), True),
-        ("auto", nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1)), False),
-        ("auto", nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.ReLU(), nn.Linear(2, 1)), True),
-        ("auto", nn.Conv1d(1, 1, 1), False),
-        ("on", nn.Conv1d(1, 1, 1), True),
-        ("off", nn.Linear(2, 1), False),
+        ("auto", nn.Linear(2, 1), 0),
+        ("auto", nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1)), 15),
+        ("auto", nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.ReLU(), nn.Linear(2, 1)), 0),
+        ("auto", nn.Conv1d(1, 1, 1), 15),
+        ("auto", nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1)), None),
+        ("on", nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1)), 0),
+        ("on", nn.Conv1d(1, 1, 1), 0),
+        ("off", nn.Linear(2, 1), None),
     ],
 )
-def test_clients_remember_where_one_linear_layer_is_trained(memory: Any, network: nn.Module, recalls: bool) -> None:
+def test_when_clients_begin_to_remember(memory: Any, network: nn.Module, first: int | None) -> None:
     method = FedAgg(memory=memory)
     method.start(Model(torch.zeros(3), torch.zeros(0)), network, None)  # type: ignore[arg-type]
-    assert ("control" in method.state) == recalls
+    assert ("control" in method.state) == (first is not None)
+    if first is not None:
+        clients = SimpleNamespace(rounds=30, ids=[1, 2], total=4)
+        assert [method.due(SimpleNamespace(t=t, **vars(clients))) for t in range(30)] == [t >= first for t in range(30)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("memory", "network", "rounds", "total", "due"),
+    [
+        ("auto", nn.Linear(2, 1), 11, 10, True),  # every client is expected to take part 2.2 times
+        ("auto", nn.Linear(2, 1), 10, 10, False),
+        ("auto", nn.Linear(2, 1), 0, 10, True),  # no end is set
+        ("auto", nn.Conv1d(1, 1, 1), 10, 4, True),  # 2.5 times in the second half
+        ("auto", nn.Conv1d(1, 1, 1), 8, 4, False),
+        ("auto", nn.Conv1d(1, 1, 1), 100, 5, False),  # less than half of the clients in a round
+        ("auto", nn.Conv1d(1, 1, 1), 0, 2, False),
+        ("on", nn.Conv1d(1, 1, 1), 2, 1000, True),
+        ("on", nn.Conv1d(1, 1, 1), 0, 1000, True),
+    ],
+)
+def test_clients_that_hardly_come_back_do_not_remember(memory: Any, network: nn.Module, rounds: int, total: int, due: bool) -> None:
+    method = FedAgg(memory=memory)
+    method.start(Model(torch.zeros(3), torch.zeros(0)), network, None)  # type: ignore[arg-type]
+    assert method.due(SimpleNamespace(t=max(0, rounds - 1), rounds=rounds, ids=[1, 2], total=total)) == due  # type: ignore[arg-type]
 
 
 class Whispering(Quadratic):

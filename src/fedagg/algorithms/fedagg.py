@@ -7,9 +7,10 @@ Clients step along a mix of their own gradient and the aggregated one (Eq. 9 bet
 - λ, their own share of the step, from how far their gradients agree. The pace of the federation is the own rate over λ, so that a
   client's own gradient always has the same weight. The less clients agree, the longer they continue in the common direction.
 
-Theorem 1 then gives every client its rate for every epoch around that pace, and the server pulls the weights back a little. Where
-the model is linear, clients remember their last gradient, which takes the drift out of the next one. None of this has a unit: if
-the loss, or the inputs of a linear model, are multiplied by ten, the run is the same at rates scaled to match.
+Theorem 1 then gives every client its rate for every epoch around that pace, and the server pulls the weights back a little. Clients
+remember how their last gradient differed from the aggregated one, which takes the drift out of the next: throughout if the model is
+linear; with a network in the second half of the rounds, and only if most clients take part in every round. None of this has a unit:
+if the loss, or the inputs of a linear model, are multiplied by ten, the run is the same at rates scaled to match.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ NORMALISED_DECAY = 0.017  # the same for networks whose layers are normalised: t
 MEMORY = 0.7  # weight of earlier rounds in the agreement and in the change of the loss
 LONG = 0.85  # the same for a longer memory of the change of the loss
 RATE_BAND = (0.1, 2.0)  # rates stay within these multiples of the pace
+LATE = 0.5  # share of the rounds after which the clients of a network remember: before that their gradients change too fast
 KEPT = ("phi1", "known", "agreement", "back")  # what is restored when a round is undone
 
 
@@ -52,7 +54,7 @@ class FedAgg(Algorithm):
     direction: Literal["mixed", "local"] = option("mixed", "what a client steps along")
     pace: Literal["measured", "base"] = option("measured", "how the rate of a client's own gradient is set")
     theorem: bool = option(True, "rates by Theorem 1; else all the same")
-    memory: Literal["auto", "on", "off"] = option("auto", "do clients remember their last gradient? auto: with linear models")
+    memory: Literal["auto", "on", "off"] = option("auto", "do clients remember how they differ? auto: where it was found to help")
     scheduled: ClassVar[bool] = False
     remembers: ClassVar[bool] = True
 
@@ -74,7 +76,8 @@ class FedAgg(Algorithm):
             "shown": model.w,  # the average of the path, with the statistics that belong to it
             "shown/buffers": model.buffers,
         }
-        self.recalls = self.memory == "on" or (self.memory == "auto" and models.is_linear(module))
+        self.recalls = self.memory == "on" or (self.memory == "auto" and not models.is_normalised(module))
+        self.begin = 0.0 if self.memory == "on" or models.is_linear(module) else LATE
         if self.recalls:
             self.state |= {
                 "control": torch.zeros_like(model.w),  # the mean of what all clients remember
@@ -147,12 +150,21 @@ class FedAgg(Algorithm):
         slope = slope.sum(1, keepdim=True) / (steps * norm2)
         return replace(flat, rate=rate, slope=slope, low=RATE_BAND[0] * pace, high=RATE_BAND[1] * pace)
 
+    def due(self, clients: Clients) -> bool:
+        """Do clients remember in this round? Not if they are expected to take part at most twice: most could recall nothing. With a
+        network only if what they recall is recent, which it is if at least half of them take part in every round."""
+        if self.memory == "on" or not clients.rounds:  # a run without an end has no second half
+            return not self.begin
+        begin, share = self.begin * clients.rounds, len(clients.ids) / clients.total
+        return clients.t >= begin and (clients.rounds - begin) * share > 2 and (not self.begin or share >= 0.5)
+
     def recall(self, work: Work, clients: Clients) -> Work:
-        """Replace a client's own gradient g by g - h_i + h̄, if clients remember: h_i is its mean gradient when it last took part, h̄
-        the mean over all clients (SCAFFOLD's control variates). A client that makes one step does not drift. A client that
-        reports nothing must not be asked to remember, and with a robust rule h̄ would not be the mean."""
+        """Replace a client's own gradient g by g - h_i + h̄, if clients remember: h_i is how its mean gradient differed from φ1 when
+        it last took part, h̄ the mean over all clients. (These are SCAFFOLD's control variates, less φ1, so that a client that
+        remembers nothing adds little.) A client that makes one step does not drift. A client that reports nothing must not be
+        asked to remember, and with a robust rule h̄ would not be the mean."""
         drifts = clients.steps * clients.epochs > 1
-        if not (self.recalls and self.state["heard"] and drifts and clients.robust == "mean"):
+        if not (self.recalls and self.due(clients) and self.state["heard"] and drifts and clients.robust == "mean"):
             return work
         field, mix, slope = torch.stack([self.state["phi1"], self.state["control"]]), work.mix, work.slope
         if not field.any():  # nothing is remembered yet
@@ -162,10 +174,12 @@ class FedAgg(Algorithm):
         return replace(work, memory=work.own, field=field, mix=mix, slope=slope if slope is None else torch.cat([slope, none], 1))
 
     def remember(self, chunk: Chunk, work: Work) -> Tensor:
-        """A client's mean gradient, from its displacement."""
+        """A client's mean gradient, from its displacement, less φ1."""
         assert chunk.memory is not None
-        common, step = work.shift(0), chunk.memory - chunk.delta / chunk.travel[:, None]
-        return (step if common is None else step - common) / work.own
+        step, common = chunk.memory - chunk.delta / chunk.travel[:, None], work.shift(0)
+        if common is None or work.field is None:
+            return step / work.own
+        return (step - common) / work.own - work.field[0]
 
     def follow(self, work: Work, out: Outcome, clients: Clients) -> None:
         """Update the mean of what clients remember, also after a round whose result is discarded: clients do not know of that."""
@@ -173,7 +187,7 @@ class FedAgg(Algorithm):
             phi1, control = (0.0, 0.0) if out.sent is None else out.sent
             own, share = work.own, len(out.clients) / clients.total
             gradient = (-out.velocity - (1.0 - own) * phi1) / own
-            self.state["control"] = self.state["control"] + share * (gradient - control)
+            self.state["control"] = self.state["control"] + share * (gradient - phi1 - control)
 
     def round(self, model: Model, clients: Clients) -> Model:
         self.departure, usual = math.nan, clients.yardstick.length
