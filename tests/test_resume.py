@@ -326,14 +326,14 @@ def test_a_removed_data_file_is_one_line_and_the_run_goes_on_when_it_is_back(
         described.append(sources.File(path.name, shape))
     monkeypatch.setitem(sources.SOURCES, "mnist", sources.Source("mnist", 10, tuple(described)))
     settings: dict[str, Any] = {"dataset": "mnist", "data_dir": str(tmp_path), "clients": 4, "participation": 1.0}
-    fedagg.run(out=tmp_path / "whole", rounds=4, **settings)
-    fedagg.run(out=tmp_path / "run", rounds=2, **settings)
+    fedagg.run(out=tmp_path / "whole", rounds=6, **settings)
+    fedagg.run(out=tmp_path / "run", rounds=3, **settings)
     (tmp_path / "mnist" / "t10k-labels-ubyte.gz").rename(tmp_path / "away")
     with pytest.raises(DataError, match=r"t10k-labels-ubyte\.gz is missing") as caught:
-        fedagg.run(resume=tmp_path / "run", rounds=4, **settings)
+        fedagg.run(resume=tmp_path / "run", rounds=6, **settings)
     assert "\n" not in str(caught.value)
     (tmp_path / "away").rename(tmp_path / "mnist" / "t10k-labels-ubyte.gz")
-    fedagg.run(resume=tmp_path / "run", rounds=4, **settings)
+    fedagg.run(resume=tmp_path / "run", rounds=6, **settings)
     assert tiny.same_run(tmp_path / "run", tmp_path / "whole")
 
 

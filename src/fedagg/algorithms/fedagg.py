@@ -8,9 +8,9 @@ Clients step along a mix of their own gradient and the aggregated one (Eq. 9 bet
   client's own gradient always has the same weight. The less clients agree, the longer they continue in the common direction.
 
 Theorem 1 then gives every client its rate for every epoch around that pace, and the server pulls the weights back a little. Clients
-remember how their last gradient differed from the aggregated one, which takes the drift out of the next: throughout if the model is
-linear; with a network in the second half of the rounds, and only if most clients take part in every round. None of this has a unit:
-if the loss, or the inputs of a linear model, are multiplied by ten, the run is the same at rates scaled to match.
+remember their last gradient, which takes the drift out of the next: throughout if the model is linear; with a network in the second
+half of the rounds, and only if at least half of the clients take part in every round. None of this has a unit: if the loss, or the
+inputs of a linear model, are multiplied by ten, the run is the same at rates scaled to match.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class FedAgg(Algorithm):
     direction: Literal["mixed", "local"] = option("mixed", "what a client steps along")
     pace: Literal["measured", "base"] = option("measured", "how the rate of a client's own gradient is set")
     theorem: bool = option(True, "rates by Theorem 1; else all the same")
-    memory: Literal["auto", "on", "off"] = option("auto", "do clients remember how they differ? auto: where it was found to help")
+    memory: Literal["auto", "on", "off"] = option("auto", "do clients remember their last gradient? auto: where it helps")
     scheduled: ClassVar[bool] = False
     remembers: ClassVar[bool] = True
 
@@ -159,10 +159,9 @@ class FedAgg(Algorithm):
         return clients.t >= begin and (clients.rounds - begin) * share > 2 and (not self.begin or share >= 0.5)
 
     def recall(self, work: Work, clients: Clients) -> Work:
-        """Replace a client's own gradient g by g - h_i + h̄, if clients remember: h_i is how its mean gradient differed from φ1 when
-        it last took part, h̄ the mean over all clients. (These are SCAFFOLD's control variates, less φ1, so that a client that
-        remembers nothing adds little.) A client that makes one step does not drift. A client that reports nothing must not be
-        asked to remember, and with a robust rule h̄ would not be the mean."""
+        """Replace a client's own gradient g by g - h_i + h̄, if clients remember: h_i is its mean gradient when it last took part, h̄
+        the mean over all clients (SCAFFOLD's control variates). A client that makes one step does not drift. A client that
+        reports nothing must not be asked to remember, and with a robust rule h̄ would not be the mean."""
         drifts = clients.steps * clients.epochs > 1
         if not (self.recalls and self.due(clients) and self.state["heard"] and drifts and clients.robust == "mean"):
             return work
@@ -174,12 +173,10 @@ class FedAgg(Algorithm):
         return replace(work, memory=work.own, field=field, mix=mix, slope=slope if slope is None else torch.cat([slope, none], 1))
 
     def remember(self, chunk: Chunk, work: Work) -> Tensor:
-        """A client's mean gradient, from its displacement, less φ1."""
+        """A client's mean gradient, from its displacement."""
         assert chunk.memory is not None
-        step, common = chunk.memory - chunk.delta / chunk.travel[:, None], work.shift(0)
-        if common is None or work.field is None:
-            return step / work.own
-        return (step - common) / work.own - work.field[0]
+        common, step = work.shift(0), chunk.memory - chunk.delta / chunk.travel[:, None]
+        return (step if common is None else step - common) / work.own
 
     def follow(self, work: Work, out: Outcome, clients: Clients) -> None:
         """Update the mean of what clients remember, also after a round whose result is discarded: clients do not know of that."""
@@ -187,7 +184,7 @@ class FedAgg(Algorithm):
             phi1, control = (0.0, 0.0) if out.sent is None else out.sent
             own, share = work.own, len(out.clients) / clients.total
             gradient = (-out.velocity - (1.0 - own) * phi1) / own
-            self.state["control"] = self.state["control"] + share * (gradient - phi1 - control)
+            self.state["control"] = self.state["control"] + share * (gradient - control)
 
     def round(self, model: Model, clients: Clients) -> Model:
         self.departure, usual = math.nan, clients.yardstick.length
