@@ -76,9 +76,8 @@ class FedAgg(Algorithm):
             "shown": model.w,  # the average of the path, with the statistics that belong to it
             "shown/buffers": model.buffers,
         }
-        self.recalls = self.memory == "on" or (self.memory == "auto" and not models.is_normalised(module))
         self.begin = 0.0 if self.memory == "on" or models.is_linear(module) else LATE
-        if self.recalls:
+        if self.memory == "on" or (self.memory == "auto" and not models.is_normalised(module)):
             self.state |= {
                 "control": torch.zeros_like(model.w),  # the mean of what all clients remember
                 "heard": False,  # did all clients report the norm of their gradients?
@@ -102,7 +101,7 @@ class FedAgg(Algorithm):
         if not any(report.first for report in still):  # no client answered, or none reported a loss
             return
         self.state["norm"] = median(report.norm for report in still)
-        if self.recalls:
+        if "heard" in self.state:
             self.state["heard"] = all(report.norm for report in still)
         first = self.state["start"] = sum(report.loss for report in still) / len(still)
         worst = first + abs(first)  # cap for losses, also those that are not finite
@@ -163,7 +162,7 @@ class FedAgg(Algorithm):
         the mean over all clients (SCAFFOLD's control variates). A client that makes one step does not drift. A client that
         reports nothing must not be asked to remember, and with a robust rule h̄ would not be the mean."""
         drifts = clients.steps * clients.epochs > 1
-        if not (self.recalls and self.due(clients) and self.state["heard"] and drifts and clients.robust == "mean"):
+        if not (self.state.get("heard") and self.due(clients) and drifts and clients.robust == "mean"):
             return work
         field, mix, slope = torch.stack([self.state["phi1"], self.state["control"]]), work.mix, work.slope
         if not field.any():  # nothing is remembered yet
