@@ -232,6 +232,19 @@ def test_a_rehearsal_leaves_no_trace_but_its_cost() -> None:
         silent.train(Work(rate=silent.constant(0.3)))
 
 
+def test_a_trial_brings_numbers_and_no_update() -> None:
+    clients, sent = federation_of(3), []
+    for trial in (False, True):
+        told = clients.rehearse(Work(rate=clients.constant(0.3), trial=trial))
+        assert clients.rehearsed is not None
+        sent.append((told, clients.rehearsed.velocity, clients.bytes_up))
+    (told, velocity, one), (again, nothing, two) = sent
+    assert told == again
+    assert velocity.any()
+    assert not nothing.any()
+    assert two - one == one - 3 * 4 * len(clients.model.w)
+
+
 # --- nothing has a unit -----------------------------------------------------------------------------------------------
 
 

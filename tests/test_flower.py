@@ -115,6 +115,18 @@ def test_the_record_counts_what_the_wire_carries(name, changes):
     assert counted == sum(payload(message.content) for message in carried)
 
 
+@pytest.mark.parametrize("mods", [[], [lambda message, context, call_next: call_next(message, context)]])
+def test_nodes_that_try_rates_send_no_update(mods):
+    """Only the training itself does; but where a node has mods, which may expect an update, every answer has one."""
+    strategy = FedAggStrategy(model(), settings(algorithm="fedagg", participation=1.0, rounds=1))
+    grid = HereGrid(client_app(model, node, mods=mods), NODES)
+    strategy.run(grid, wait=0)
+    passes = strategy.book.history[0]["passes"]
+    assert passes > 5
+    updates = [bool(m.content.array_records) for m, _ in grid.received if trains(m)]
+    assert updates == [bool(mods)] * NODES * (passes - 1) + [True] * NODES
+
+
 @pytest.mark.parametrize(("bits", "most"), [(2, 1.05), (3, 1.05), (32, 1.51)])
 def test_fedagg_costs_what_fedavg_costs(bits, most):
     """At 2 and 3 bits, FedAgg's messages are at most 1.05 times FedAvg's, framing included."""

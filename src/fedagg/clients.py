@@ -183,6 +183,8 @@ class Clients:
             if self.memory is not None and self.remember is not None and work.memory:
                 self.memory.stage([job.client for job in chunk.jobs], self.remember(chunk, work))
             self.faults.corrupt(self.t, chunk)  # on the way to the server: what a client remembers stays intact
+            if work.trial:
+                chunk = replace(chunk, delta=torch.zeros_like(chunk.delta), buffers=model.buffers.expand_as(chunk.buffers))
             gathered.add(chunk, work, model, None if self.weigh is None else self.weigh(chunk))
         gathered.pool(jobs)
         if self.memory is not None and gathered.team is not None and work.memory:

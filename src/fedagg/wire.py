@@ -26,12 +26,12 @@ def down(work: Work, model: Model, bits: int = quantize.EXACT) -> int:
     vectors = FLOAT * (d + len(model.buffers)) + quantize.size(rows, d, bits)
     mask = (d + 7) // 8 if work.mask is not None else 0
     plan = work.rate.shape[-1] + sum(part.numel() for part in (work.slope, work.mix) if part is not None)
-    return vectors + mask + NUMBER * plan + ORDER
+    return vectors + mask + NUMBER * plan + ORDER + FLAG * work.trial
 
 
 def up(work: Work, model: Model, epochs: int, represented: int = 0) -> int:
-    """Bytes from one client: its update, loss, rates and sizes; a trace costs more than one model per epoch."""
-    vectors = len(model.w) + len(model.buffers) + represented
+    """Bytes from one client: its update, unless this is a trial, loss, rates and sizes; a trace is more than a model per epoch."""
+    vectors = 0 if work.trial else len(model.w) + len(model.buffers) + represented
     if work.trace:
         vectors += (2 * epochs + 1) * len(model.w)
     return FLOAT * vectors + NUMBER * epochs + ANSWER

@@ -114,6 +114,7 @@ class Work:
     behind: float = 0.0  # how far back along the field, w̄ + behind · field, the first mini-batch's loss is taken, too
     clip: float = 0.0  # largest norm of a mini-batch gradient, and norms are measured; 0: neither
     trace: bool = False  # keep every epoch's mean gradient and starting point
+    trial: bool = False  # only the client's report is wanted: a real client does not send its update
     represent: str | None = None  # the head whose input is averaged per class after training (FedGH)
     loss: ClientLoss | None = None  # loss(learner, x, y): the loss of every sample, (B,)
     step: LocalStep | None = None  # step(client, w, gradient, rate, state): the next weights and state

@@ -96,7 +96,9 @@ class FedAgg(Algorithm):
         self.state["rate"] = self.lr
         if self.pace == "base" or not clients.reports_numbers:
             return
-        answers = clients.rehearse(Work(rate=clients.constant(STILL * self.lr), clip=math.inf)).values()
+        # A client that makes only one step reports its loss before that step. If most do, the mean step of all clients is tried.
+        single = clients.epochs * median(clients.local.steps(len(clients.samples(i))) for i in clients.ids) <= 1
+        answers = clients.rehearse(Work(clients.constant(STILL * self.lr), clip=math.inf, trial=not single)).values()
         still = [report for report in answers if math.isfinite(report.loss) and math.isfinite(report.norm)]
         if not any(report.first for report in still):  # no client answered, or none reported a loss
             return
@@ -105,13 +107,12 @@ class FedAgg(Algorithm):
             self.state["heard"] = all(report.norm for report in still)
         first = self.state["start"] = sum(report.loss for report in still) / len(still)
         worst = first + abs(first)  # cap for losses, also those that are not finite
-        # A client that makes only one step reports its loss before that step. If most do, the mean step of all clients is tried.
-        common = clients.rehearsed.velocity if clients.rehearsed and median(report.steps for report in still) <= 1 else None
+        common = clients.rehearsed.velocity if clients.rehearsed and single else None
         losses: dict[int, float] = {}
         power: int | None = 0
         while power is not None and len(losses) < RATES:
             rate = self.lr * 2.0**power
-            work = Work(rate=clients.constant(rate), clip=self.limit())
+            work = Work(clients.constant(rate), clip=self.limit(), trial=True)
             if common is not None:
                 work = replace(work, field=common[None], mix=torch.zeros(clients.epochs, 1), behind=rate)
             answers = clients.rehearse(work).values()

@@ -112,7 +112,8 @@ def client_app(
             longest = order.longest
             answer = masked_answer(chunk, work, len(samples), tests) if longest is None else private_answer(chunk, longest, tests)
             return Message(answer, reply_to=message)
-        return Message(messages.write_answer(chunk, at, len(samples), tests), reply_to=message)
+        update = not work.trial or bool(mods)  # a mod may expect one
+        return Message(messages.write_answer(chunk, at, len(samples), tests, update), reply_to=message)
 
     @app.evaluate(mods=[redact_errors])
     def evaluate(message: Message, context: Context) -> Message:

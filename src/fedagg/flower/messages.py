@@ -117,6 +117,8 @@ def write_order(order: Order, packed: Packed | None) -> tuple[ArrayRecord, Confi
     config["optimizer"], config["augment"] = order.local.optimizer, order.local.augment
     config["low"], config["high"], config["own"], config["prox"] = work.low, float(work.high), work.own, work.prox
     config["memory"], config["trace"], config["behind"], config["limit"] = float(work.memory), work.trace, work.behind, work.clip
+    if work.trial:
+        config["trial"] = True
     for name, part in (("rate", work.rate), ("slope", work.slope), ("mix", work.mix)):
         if part is not None:
             config[name] = [float(v) for v in part.flatten().tolist()]
@@ -162,6 +164,7 @@ def read_order(content: RecordDict, layout: Layout) -> Order:
         memory=float(config["memory"]),
         mask=mask,
         trace=bool(config["trace"]),
+        trial=bool(config.get("trial", False)),
         behind=float(config["behind"]),
         clip=float(config["limit"]),
         represent=config.get("represent"),
@@ -190,14 +193,11 @@ def read_order(content: RecordDict, layout: Layout) -> Order:
     )
 
 
-def write_answer(chunk: Chunk, model: Model, samples: int, tests: Mapping[str, Any]) -> RecordDict:
-    """The answer as a record. `tests` are test results to send along."""
-    content = RecordDict(
-        {
-            "arrays": arrays(Model(model.w + chunk.delta[0], chunk.buffers[0])),
-            "metrics": MetricRecord({**reported(chunk), "num-examples": samples, **tests}),
-        }
-    )
+def write_answer(chunk: Chunk, model: Model, samples: int, tests: Mapping[str, Any], update: bool = True) -> RecordDict:
+    """The answer as a record, with or without the update. `tests` are test results to send along."""
+    content = RecordDict({"metrics": MetricRecord({**reported(chunk), "num-examples": samples, **tests})})
+    if update:
+        content["arrays"] = arrays(Model(model.w + chunk.delta[0], chunk.buffers[0]))
     extra = {"gradients": chunk.gradients, "path": chunk.path, "classes": chunk.classes, "counts": chunk.counts}
     if any(part is not None for part in extra.values()):
         content["config"] = ConfigRecord({k: to_bytes(v) for k, v in extra.items() if v is not None})
@@ -214,9 +214,8 @@ def read_answer(
 ) -> Chunk:
     """One node's answer as a chunk of one client. Non-finite and overlong updates are judged later, together with all others.
     `head` is the layer whose input the work asks to represent."""
-    record, metrics = one(content.array_records), one(content.metric_records)
-    mine = read_model(record, layout)
-    report = read_report(metrics, job, work, local)
+    mine = model if work.trial else read_model(one(content.array_records), layout)
+    report = read_report(one(content.metric_records), job, work, local)
     extra: Any = content.config_records.get("config", {})
     trace: dict[str, Tensor] = {}
     if work.trace:
