@@ -32,7 +32,6 @@ class ClientReport(NamedTuple):
     loss: float  # the mean over its training
     behind: float  # of the first mini-batch, some way along the field; 0 if the work did not ask
     norm: float  # mean norm of its mini-batch gradients; 0 if the work did not ask
-    steps: float  # number of steps made
 
 
 class NoClients(Exception):
@@ -132,14 +131,19 @@ class Clients:
         return self.local.epochs
 
     @property
+    def batches(self) -> list[int]:
+        """Mini-batches an epoch, of each participant."""
+        return [self.local.steps(len(self.samples(i))) for i in self.ids]
+
+    @property
     def steps(self) -> float:
         """S: mini-batches an epoch, averaged over the participants."""
-        return sum(self.local.steps(len(self.samples(i))) for i in self.ids) / len(self.ids)
+        return sum(self.batches) / len(self.ids)
 
     @property
     def effective_steps(self) -> float:
         """S again, with steps as long as momentum makes them."""
-        each = torch.tensor([float(self.local.steps(len(self.samples(i)))) for i in self.ids], dtype=torch.float64)
+        each = torch.tensor(self.batches, dtype=torch.float64)
         return float((each * self.local.gains(each).mean(1)).sum()) / len(self.ids)
 
     def constant(self, rate: float) -> Tensor:

@@ -31,7 +31,7 @@ def down(work: Work, model: Model, bits: int = quantize.EXACT) -> int:
 
 def up(work: Work, model: Model, epochs: int, represented: int = 0) -> int:
     """Bytes from one client: its update, unless this is a trial, loss, rates and sizes; a trace is more than a model per epoch."""
-    vectors = 0 if work.trial else len(model.w) + len(model.buffers) + represented
+    vectors = represented + (0 if work.trial else len(model.w) + len(model.buffers))
     if work.trace:
         vectors += (2 * epochs + 1) * len(model.w)
     return FLOAT * vectors + NUMBER * epochs + ANSWER

@@ -97,7 +97,7 @@ class FedAgg(Algorithm):
         if self.pace == "base" or not clients.reports_numbers:
             return
         # A client that makes only one step reports its loss before that step. If most do, the mean step of all clients is tried.
-        single = clients.epochs * median(clients.local.steps(len(clients.samples(i))) for i in clients.ids) <= 1
+        single = clients.epochs * median(clients.batches) <= 1
         answers = clients.rehearse(Work(clients.constant(STILL * self.lr), clip=math.inf, trial=not single)).values()
         still = [report for report in answers if math.isfinite(report.loss) and math.isfinite(report.norm)]
         if not any(report.first for report in still):  # no client answered, or none reported a loss
