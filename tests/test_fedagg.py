@@ -73,7 +73,7 @@ def federation_of(count: int, w: Tensor | None = None, **more: Any) -> Clients:
         engine=more.pop("engine", None) or Quadratic(),
         ids=list(range(count)),
         samples=lambda client: torch.arange(5 * STEPS),
-        total=count,
+        total=more.pop("total", count),
         local=more.pop("local", ClientOptions(epochs=EPOCHS, batch_size=5)),
         seed=0,
         model=Model(torch.zeros(1) if w is None else w, torch.zeros(0)),
@@ -185,10 +185,15 @@ def test_on_a_plateau_the_highest_rate_without_harm_is_taken() -> None:
     assert found(started(lr=0.01), federation_of(20, engine=Plateau())) == pytest.approx(0.32, rel=1e-3)
 
 
-@pytest.mark.parametrize(("t", "rounds", "share"), [(0, 30, 1), (20, 30, 1), (25, 30, 0.5), (29, 30, 0.1), (0, 1, 1), (7, 0, 1)])
-def test_the_own_rate_falls_in_the_last_third(t: int, rounds: int, share: float) -> None:
-    """By hand: of 30 rounds, those from 20 on have 10/10, 9/10, ... 1/10 of the rate. Without an end it does not fall."""
-    clients = federation_of(2, t=t, rounds=rounds)
+@pytest.mark.parametrize(
+    ("t", "rounds", "total", "share"),
+    [(0, 30, 5, 1), (20, 30, 5, 1), (25, 30, 5, 0.5), (29, 30, 5, 0.1), (0, 1, 5, 1), (7, 0, 5, 1)]
+    + [(25, 30, 4, 1), (28, 30, 4, 0.4), (29, 30, 2, 0.2)],
+)
+def test_the_own_rate_falls_at_the_end(t: int, rounds: int, total: int, share: float) -> None:
+    """By hand: of 30 rounds, those from 20 on have 10/10, 9/10, ... 1/10 of the rate. With two of four clients in a round, those
+    from 25 on have 5/5, 4/5, ... 1/5. Without an end the rate does not fall."""
+    clients = federation_of(2, t=t, rounds=rounds, total=total)
     for pace, expected in (("measured", 0.4 * share), ("base", 0.4)):
         method = started(pace=pace)
         method.state["rate"] = 0.4

@@ -3,7 +3,7 @@ r"""FedAgg, the default version: FedAvg's local work and FedAvg's uplink, and no
 Clients step along a mix of their own gradient and the aggregated one (Eq. 9 between its two ends). Two measurements set how far:
 
 - the clients' own rate: before the first round all of them try several rates, and one a little above the rate that lowers their
-  loss most is used. It falls to zero in the last third of the rounds. Gradients much longer than at the start are shortened;
+  loss most is used. It falls to zero at the end of the run. Gradients much longer than at the start are shortened;
 - λ, their own share of the step, from how far their gradients agree. The pace of the federation is the own rate over λ, so that a
   client's own gradient always has the same weight. The less clients agree, the longer they continue in the common direction.
 
@@ -34,7 +34,7 @@ LEAST_OWN = 0.1  # lower bound of λ: a client that ignored its own gradient wou
 STILL = 0.001  # as a share of the base rate: clients that hardly move show the state at the start
 RATES = 14  # largest number of rates to try before the first round
 BOLD = 0.5  # the own rate is this power of two above the rate that lowers the loss most in the first round
-FALL = 1 / 3  # share of the rounds, at the end, in which the own rate falls to zero
+FALL = 1 / 3  # share of the rounds, at the end, in which the own rate falls to zero; half of it if most clients take part
 TAIL = 3.0  # later models weigh more in the average of the path: the η of Shamir and Zhang
 STEADY = 0.25  # largest share of one round in the average, unless the loss falls over a longer time
 CLIP = 1.5  # largest norm of a mini-batch gradient, as a multiple of the usual norm at the start
@@ -43,6 +43,7 @@ NORMALISED_DECAY = 0.017  # the same for networks whose layers are normalised: t
 MEMORY = 0.7  # weight of earlier rounds in the agreement and in the change of the loss
 LONG = 0.85  # the same for a longer memory of the change of the loss
 RATE_BAND = (0.1, 2.0)  # rates stay within these multiples of the pace
+MOST = 0.5  # from this share of the clients in a round, rounds are alike: there is less noise, and what clients remember is recent
 LATE = 0.5  # share of the rounds after which the clients of a network remember: before that their gradients change too fast
 KEPT = ("phi1", "known", "agreement", "back")  # what is restored when a round is undone
 
@@ -124,9 +125,10 @@ class FedAgg(Algorithm):
 
     def own_rate(self, clients: Clients) -> float:
         """The rate of a client's own gradient in this round. If clients differ, every round adds noise in proportion
-        to its rate; towards the end that matters more than progress."""
+        to its rate; towards the end that matters more than progress. If most clients take part there is less of it."""
         left = (clients.rounds - clients.t) / clients.rounds if clients.rounds and self.pace == "measured" else 1.0
-        return float(self.state["rate"]) * min(1.0, left / FALL)
+        fall = FALL / 2 if len(clients.ids) >= MOST * clients.total else FALL
+        return float(self.state["rate"]) * min(1.0, left / fall)
 
     def limit(self) -> float:
         """The limit for the norm of a mini-batch gradient, from what was usual at the start. If gradients grow later, as in
@@ -156,7 +158,7 @@ class FedAgg(Algorithm):
         if self.memory == "on" or not clients.rounds:  # a run without an end has no second half
             return not self.begin
         begin, share = self.begin * clients.rounds, len(clients.ids) / clients.total
-        return clients.t >= begin and (clients.rounds - begin) * share > 2 and (not self.begin or share >= 0.5)
+        return clients.t >= begin and (clients.rounds - begin) * share > 2 and (not self.begin or share >= MOST)
 
     def recall(self, work: Work, clients: Clients) -> Work:
         """Replace a client's own gradient g by g - h_i + h̄, if clients remember: h_i is its mean gradient when it last took part, h̄
