@@ -599,10 +599,19 @@ def test_work_is_dealt_evenly_and_once() -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_are_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("methods", "robust"), [(("fedagg", "scaffold", "fedgh", "fedagg-paper"), "mean"), (("fedagg", "fedagg-paper"), "median")]
+)
+def test_two_processes_are_one(tmp_path: Path, methods: tuple[str, ...], robust: str) -> None:
     """Methods with a field, with memory, with representations and with a trace, one after the other in the same two processes."""
-    methods = ("fedagg", "scaffold", "fedgh", "fedagg-paper")
-    given = {"partition": "dirichlet-class", "rounds": 2, "clients": 40, "participation": 0.1, "dropout_rate": 0.3}
+    given = {
+        "partition": "dirichlet-class",
+        "rounds": 2,
+        "clients": 40,
+        "participation": 0.1,
+        "dropout_rate": 0.3,
+        "robust": robust,
+    }
     options = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "fedagg"]
     compare = ["compare", ",".join(methods), *options, "--engine", "distributed", "--quiet", "--out", str(tmp_path)]

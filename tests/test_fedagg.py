@@ -187,8 +187,10 @@ def test_on_a_plateau_the_highest_rate_without_harm_is_taken() -> None:
 
 @pytest.mark.parametrize(
     ("t", "rounds", "total", "share"),
-    [(0, 30, 5, 1), (20, 30, 5, 1), (25, 30, 5, 0.5), (29, 30, 5, 0.1), (0, 1, 5, 1), (7, 0, 5, 1)]
-    + [(25, 30, 4, 1), (28, 30, 4, 0.4), (29, 30, 2, 0.2)],
+    [
+        *[(0, 30, 5, 1), (20, 30, 5, 1), (25, 30, 5, 0.5), (29, 30, 5, 0.1), (0, 1, 5, 1), (7, 0, 5, 1)],
+        *[(25, 30, 4, 1), (28, 30, 4, 0.4), (29, 30, 2, 0.2)],
+    ],
 )
 def test_the_own_rate_falls_at_the_end(t: int, rounds: int, total: int, share: float) -> None:
     """By hand: of 30 rounds, those from 20 on have 10/10, 9/10, ... 1/10 of the rate. With two of four clients in a round, those

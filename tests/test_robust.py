@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -46,6 +47,37 @@ def test_where_all_agree_every_rule_gives_what_they_agree_on(rule: str) -> None:
     """Whatever their sizes: a client's weight must not stretch its update."""
     rows, weights = np.tile(RNG.normal(size=(1, 5)), (9, 1)), np.array([[1, 1, 1, 1, 1, 2, 5, 50, 300.0]])
     np.testing.assert_allclose(combined(rule, rows, weights)[0] / weights.sum(), rows[0])
+
+
+class Alone:
+    """One process of a team: notes what it would send to the others, or hears what all of them have sent together."""
+
+    def __init__(self, heard: Sequence[torch.Tensor] = ()) -> None:
+        self.heard, self.brought = list(heard), list[torch.Tensor]()
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.brought.append(tensor)
+        return self.heard.pop(0) if self.heard else tensor
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("first", [[], [3], [0, 2, 5], [0, 1, 2, 3, 4, 5]])
+def test_processes_combine_what_all_have_had(rule: str, first: list[int]) -> None:
+    """As one process that has had all clients; one of them may have had none. The client at place 4 is left out."""
+    rows, weights = torch.tensor(RNG.normal(size=(6, 5))), torch.tensor(RNG.uniform(0.5, 3, size=(2, 6)))
+    valid, empty = [True, True, True, True, False, True], torch.zeros(2, 5, dtype=torch.float64)
+    alone = combiner(rule, 0.3)
+    alone.add(rows, weights, [1.0] * 4 + [100.0, 1.0])
+    second = [at for at in range(6) if at not in first]
+    brought: list[list[torch.Tensor]] = []
+    for mine in (first, second):
+        team, own = Alone(), combiner(rule, 0.3)
+        if mine:
+            own.add(rows[mine], weights[:, mine], [100.0 if at == 4 else 1.0 for at in mine])
+        own.together(team, mine, valid, empty)
+        brought.append(team.brought)
+    both = Alone([a + b for a, b in zip(*brought, strict=True)])
+    torch.testing.assert_close(combiner(rule, 0.3).together(both, [], valid, empty), alone.total(valid))
 
 
 @pytest.mark.parametrize("rule", RULES)

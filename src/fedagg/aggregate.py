@@ -59,6 +59,17 @@ class Combiner(Protocol):
 
     def total(self, valid: Sequence[bool]) -> Tensor: ...
 
+    def together(self, team: Team, mine: Sequence[int], valid: Sequence[bool], empty: Tensor) -> Tensor:
+        """The same over the clients of all processes, of which this one has had those at the places `mine`. `empty` is the sum
+        over no client."""
+        ...
+
+
+class Team(Protocol):
+    """The processes of a run, as far as combining needs them."""
+
+    def sum(self, tensor: Tensor) -> Tensor: ...
+
 
 @dataclass
 class Octaves:
@@ -87,10 +98,14 @@ class Octaves:
         kept = sorted({o for o, ok in zip(self.octaves, valid, strict=True) if ok and o is not None})
         return torch.stack([self.sums[o] for o in kept]).sum(0)
 
+    def together(self, team: Team, mine: Sequence[int], valid: Sequence[bool], empty: Tensor) -> Tensor:
+        own = [valid[at] for at in mine]
+        return team.sum(self.total(own) if any(own) else empty)
+
 
 @dataclass
 class Robust:
-    """Robust rules look at all clients together, so every update of the round is held in memory.
+    """Robust rules look at all clients together, so every update of the round is held in memory, by every process of the run.
 
     Where all clients agree, every rule returns their common update. The median and the trimmed mean give each client one vote;
     clipping keeps the weights."""
@@ -109,6 +124,14 @@ class Robust:
         rows = torch.cat(self.rows)[keep.to(self.rows[0].device)]
         weights = torch.cat(self.weights, 1)[:, keep].to(rows)  # (k, n)
         return torch.stack([self.combine(rows, row) for row in weights])
+
+    def together(self, team: Team, mine: Sequence[int], valid: Sequence[bool], empty: Tensor) -> Tensor:
+        rows = empty.new_zeros(len(valid), empty.shape[1])
+        weights = torch.zeros(len(empty), len(valid), dtype=torch.float64)
+        if mine:
+            rows[list(mine)] = torch.cat(self.rows).to(rows)
+            weights[:, list(mine)] = torch.cat(self.weights, 1).to(weights)
+        return Robust(self.rule, self.trim, [team.sum(rows)], [team.sum(weights)]).total(valid)
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         if self.rule == "clip":

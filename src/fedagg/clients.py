@@ -305,10 +305,8 @@ class Gathered:
         return sum(row[name][0].numel() for row in self.rows[:1] for name in ("classes", "counts") if name in row)
 
     def summed(self, combiner: Combiner, valid: Sequence[bool], empty: Tensor) -> Tensor:
-        """The combination over all valid clients; `empty` is the result of a process without any."""
-        own = [valid[at] for at in self.mine]
-        total = combiner.total(own) if any(own) else empty
-        return total if self.team is None else self.team.sum(total)
+        """The combination over all valid clients; `empty` is the sum over none."""
+        return combiner.total(valid) if self.team is None else combiner.together(self.team, self.mine, valid, empty)
 
     def outcome(self, valid: Sequence[bool], model: Model) -> Outcome:
         keep, columns = torch.tensor(valid), self.columns()

@@ -238,8 +238,6 @@ class Simulation:
         )
         engine = engines.build(config.engine, setting, config)
         self.team: Team | None = getattr(engine, "team", None)
-        if self.team is not None and config.robust != "mean":
-            raise SettingError("robust", config.robust, "looks at all clients together: choose an engine other than distributed")
         self.engine = engine if wrap is None else wrap(engine)
         self.evaluator = Evaluator(setting, self.data.x_test, self.data.y_test, self.task)
         self.by_client: ByClient = (
