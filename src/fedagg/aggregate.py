@@ -53,16 +53,14 @@ class Combiner(Protocol):
     """Takes rows (n, d) as they come; afterwards gives the weighted sum for each set of weights.
 
     `weights` (k, n) say how much a row counts, `scale` (n,) what it is multiplied by: for a mean this is the same, for a median
-    it is not. A row whose length is not finite is ignored."""
+    it is not. A row whose length is not finite is ignored. `together` gives the sum over the clients of all processes, of which
+    this one has had those at the places `mine`; `empty` is the sum over no client."""
 
     def add(self, rows: Tensor, weights: Tensor, lengths: Sequence[float], scale: Tensor | None = None) -> None: ...
 
     def total(self, valid: Sequence[bool]) -> Tensor: ...
 
-    def together(self, team: Team, mine: Sequence[int], valid: Sequence[bool], empty: Tensor) -> Tensor:
-        """The same over the clients of all processes, of which this one has had those at the places `mine`. `empty` is the sum
-        over no client."""
-        ...
+    def together(self, team: Team, mine: Sequence[int], valid: Sequence[bool], empty: Tensor) -> Tensor: ...
 
 
 class Team(Protocol):
