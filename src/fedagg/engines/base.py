@@ -56,6 +56,14 @@ def switches_restored() -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
 
 
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Use float32 products for a while, whatever the run uses: two ways to train are compared, and tf32 would hide what differs."""
+    with switches_restored():
+        set_precision("fp32")
+        yield
+
+
 class Engine(Protocol):
     """Trains clients. `note` says which form was chosen and why, for the record."""
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fedagg import seeding
 from fedagg.augment import augmented
-from fedagg.engines.base import Engine, Setting, Stepper, class_means, class_sums
+from fedagg.engines.base import Engine, Setting, Stepper, class_means, class_sums, exact_products
 from fedagg.engines.sequential import Sequential
 from fedagg.engines.vmapped import VmappedNetwork
 from fedagg.errors import FedaggWarning, SettingError
@@ -317,6 +317,10 @@ class Batched:
         key = tuple(code_of(part) for part in (work.loss, work.step))
         if key not in self.trusted:
             self.trusted[key] = self.tried(key, model, work, jobs, memory)
+            if not self.trusted[key] and not self.strict:
+                words = "the method's own loss or step does not train the same in a batch of clients: they train one by one"
+                self.note += f"; {words}"
+                warnings.warn(f"{words}, which is slower", FedaggWarning, 2)
         return self.trusted[key]
 
     def tried(self, key: object, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> bool:
@@ -333,13 +337,14 @@ class Batched:
             found = {j.client: delta for c in engine.run(at, work, few, memory) for j, delta in zip(c.jobs, c.delta, strict=True)}
             return torch.stack([found[job.client] for job in few])
 
-        expected = moved(plain, model)
-        noise = moved(plain, replace(model, w=(1 + NUDGE) * model.w)) - expected
         together = replace(self, setting=small, chunk=2, capture=False, stages={}, trusted={key: True})
-        try:
-            apart = moved(together, model) - expected
-        except Exception:  # a user's function may raise anything for several clients at once
-            return False
+        with exact_products():
+            expected = moved(plain, model)
+            noise = moved(plain, replace(model, w=(1 + NUDGE) * model.w)) - expected
+            try:
+                apart = moved(together, model) - expected
+            except Exception:  # a user's function may raise anything for several clients at once
+                return False
         bounds = WITHIN * expected.norm(dim=1) + 10 * noise.norm(dim=1) + 1e-6
         return bool((apart.norm(dim=1) <= bounds).all())
 

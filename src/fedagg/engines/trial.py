@@ -4,8 +4,7 @@ whole batch or draw random numbers, and no list of such things is complete. So i
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedagg import seeding
-from fedagg.engines.base import Setting
+from fedagg.engines.base import Setting, exact_products
 from fedagg.engines.batched import NUDGE, WITHIN, Network, seeded, without_dropout
 from fedagg.engines.graph import hooked, traced
 from fedagg.errors import SettingError, first_line
@@ -40,7 +39,7 @@ class Trial:
         nudged = replace(self.model, w=(1 + NUDGE) * self.model.w)
         # Some modules do more in a step than gradient and buffers show: these train only one client at a time.
         self.alone = hooked(module) or any(getattr(part, "max_norm", None) is not None for part in module.modules())
-        with seeding.seeded_global(0, setting.device), exact():
+        with seeding.seeded_global(0, setting.device), exact_products():
             before, elsewhere = self.drawn(), drawn_elsewhere()
             self.first(0, self.size)
             self.draws = not torch.equal(before, self.drawn())
@@ -118,7 +117,7 @@ class Trial:
         network = make(s, 2)
         network.w.copy_(self.model.w.expand(2, -1))
         network.buffers.copy_(self.model.buffers.expand(2, -1))
-        with seeded(network, 0, s.device), exact():
+        with seeded(network, 0, s.device), exact_products():
             loss = network.gradient(s.x[order], s.y[order], scale)
         return [network.g, loss, network.buffers]
 
@@ -147,17 +146,6 @@ def numbers(module: nn.Module) -> dict[tuple[str, str], Any]:
 def drawn_elsewhere() -> list[Any]:
     """The state of Python's and NumPy's generators."""
     return [random.getstate(), repr(np.random.get_state())]  # noqa: NPY002
-
-
-@contextmanager
-def exact() -> Iterator[None]:
-    """Use float32 products, whatever the run uses."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 def apart(a: Tensor, b: Tensor) -> float:
