@@ -13,9 +13,9 @@ from fedagg.flat import Model
 from fedagg.work import Report, Work
 
 FLOAT, NUMBER, FLAG = 4, 8, 1
-# Round, pass, seed, last accepted answer (2), local options (5), bounds and weights (5), form of the field (2), step back,
+# Round, pass, seed, last accepted answer (2), local options (5), bounds and weights (6), form of the field (2), step back,
 # limit of a gradient.
-ORDER = 19 * NUMBER + FLAG
+ORDER = 20 * NUMBER + FLAG
 ANSWER = len(fields(Report)) * NUMBER  # the report of a client, and its samples; the rates, one per epoch, are counted separately
 
 

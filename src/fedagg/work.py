@@ -110,6 +110,7 @@ class Work:
     mix: Tensor | None = None  # (L, m)
     prox: float = 0.0
     memory: float = 0.0  # weight of the client's own remembered vector, which is subtracted; if not 0, the client remembers
+    renew: float = 1.0  # share of this round in what the client remembers, if the method averages over rounds
     mask: Tensor | None = None  # (d,): 0 where a weight must not move
     behind: float = 0.0  # how far back along the field, w̄ + behind · field, the first mini-batch's loss is taken, too
     clip: float = 0.0  # largest norm of a mini-batch gradient, and norms are measured; 0: neither

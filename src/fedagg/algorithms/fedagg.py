@@ -8,9 +8,9 @@ Clients step along a mix of their own gradient and the aggregated one (Eq. 9 bet
   client's own gradient always has the same weight. The less clients agree, the longer they continue in the common direction.
 
 Theorem 1 then gives every client its rate for every epoch around that pace, and the server pulls the weights back a little. Clients
-remember their last gradient, which takes the drift out of the next: throughout if the model is linear; with a network in the second
-half of the rounds, and only if at least half of the clients take part in every round. None of this has a unit: if the loss, or the
-inputs of a linear model, are multiplied by ten, the run is the same at rates scaled to match.
+remember their gradients, which takes the drift out of the next: the last one if the model is linear, an average if it is a network,
+nothing if its layers are normalised. None of this has a unit: if the loss, or the inputs of a linear model, are multiplied by ten,
+the run is the same at rates scaled to match.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ NORMALISED_DECAY = 0.017  # the same for networks whose layers are normalised: t
 MEMORY = 0.7  # weight of earlier rounds in the agreement and in the change of the loss
 LONG = 0.85  # the same for a longer memory of the change of the loss
 RATE_BAND = (0.1, 2.0)  # rates stay within these multiples of the pace
-MOST = 0.5  # from this share of the clients in a round, rounds are alike: there is less noise, and what clients remember is recent
-LATE = 0.5  # share of the rounds after which the clients of a network remember: before that their gradients change too fast
+MOST = 0.5  # from this share of the clients in a round, rounds are alike: there is less noise
 KEPT = ("phi1", "known", "agreement", "back")  # what is restored when a round is undone
 
 
@@ -55,13 +54,14 @@ class FedAgg(Algorithm):
     direction: Literal["mixed", "local"] = option("mixed", "what a client steps along")
     pace: Literal["measured", "base"] = option("measured", "how the rate of a client's own gradient is set")
     theorem: bool = option(True, "rates by Theorem 1; else all the same")
-    memory: Literal["auto", "on", "off"] = option("auto", "do clients remember their last gradient? auto: where it helps")
+    memory: Literal["auto", "on", "off"] = option("auto", "do clients remember their gradients? auto: where it helps")
     scheduled: ClassVar[bool] = False
     remembers: ClassVar[bool] = True
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
         self.departure, self.rate = math.nan, 0.0
         self.decay = NORMALISED_DECAY if models.is_normalised(module) else DECAY
+        self.linear = models.is_linear(module)
         self.state |= {
             "rate": 0.0,  # for a client's own gradient; 0 until it is measured
             "phi1": torch.zeros_like(model.w),  # the aggregated gradient, one for all epochs
@@ -77,7 +77,6 @@ class FedAgg(Algorithm):
             "shown": model.w,  # the average of the path, with the statistics that belong to it
             "shown/buffers": model.buffers,
         }
-        self.begin = 0.0 if self.memory == "on" or models.is_linear(module) else LATE
         if self.memory == "on" or (self.memory == "auto" and not models.is_normalised(module)):
             self.state |= {
                 "control": torch.zeros_like(model.w),  # the mean of what all clients remember
@@ -137,62 +136,53 @@ class FedAgg(Algorithm):
 
     def plan(self, clients: Clients) -> Work:
         """Theorem 1 around the expected path of the average client: φ2[k] = w̄ - η_ref k S φ1. The deviation is measured in units
-        of |S φ1|, so that α has no unit."""
+        of |S φ1|, so that α has no unit.
+
+        If clients remember, g - h_i + h̄ takes the place of a client's own gradient g, where h_i is what it remembers and h̄ the mean
+        over all clients (SCAFFOLD's control variates). What is common to all clients is sent as one vector, λ h̄ + (1-λ) φ1, which
+        then takes the place of φ1. A network's gradients are noisy, and are averaged over as many rounds as φ1."""
         own, phi1, steps, epochs = self.own_share(), self.state["phi1"], clients.effective_steps, clients.epochs
+        memory, mix = (own, 1.0) if self.recalls(clients) else (0.0, 1.0 - own)
+        field = own * self.state["control"] + (1.0 - own) * phi1 if memory else phi1
         self.rate = self.own_rate(clients)
-        pace, norm2 = self.rate / own, float(phi1.double().square().sum())
+        pace, norm2 = self.rate / own, float(field.double().square().sum())
+        work = Work(clients.constant(pace), memory=memory, renew=1.0 if self.linear else own, clip=self.limit())
         if not norm2:
-            return Work(rate=clients.constant(pace), clip=self.limit())
-        mix = torch.full((epochs, 1), 1.0 - own)
-        flat = Work(clients.constant(pace), own=own, field=phi1[None], mix=mix, behind=self.state["back"], clip=self.limit())
+            return work
+        work = replace(work, own=own, field=field[None], mix=torch.full((epochs, 1), mix), behind=self.state["back"])
         if not self.theorem:
-            return flat
+            return work
         ahead = torch.arange(1, epochs + 1, dtype=torch.float64).flip(0).cumsum(0).flip(0)  # Σ_{k>p} k
         rate, slope = meanfield.affine_rates(torch.ones(epochs, epochs), -pace * ahead, self.alpha)
         slope = slope.sum(1, keepdim=True) / (steps * norm2)
-        return replace(flat, rate=rate, slope=slope, low=RATE_BAND[0] * pace, high=RATE_BAND[1] * pace)
+        return replace(work, rate=rate, slope=slope, low=RATE_BAND[0] * pace, high=RATE_BAND[1] * pace)
 
-    def due(self, clients: Clients) -> bool:
-        """Do clients remember in this round? Not if they are expected to take part at most twice: most could recall nothing. With a
-        network only if what they recall is recent, which it is if at least half of them take part in every round."""
-        if self.memory == "on" or not clients.rounds:  # a run without an end has no second half
-            return not self.begin
-        begin, share = self.begin * clients.rounds, len(clients.ids) / clients.total
-        return clients.t >= begin and (clients.rounds - begin) * share > 2 and (not self.begin or share >= MOST)
-
-    def recall(self, work: Work, clients: Clients) -> Work:
-        """Replace a client's own gradient g by g - h_i + h̄, if clients remember: h_i is its mean gradient when it last took part, h̄
-        the mean over all clients (SCAFFOLD's control variates). A client that makes one step does not drift. A client that
-        reports nothing must not be asked to remember, and with a robust rule h̄ would not be the mean."""
-        drifts = clients.steps * clients.epochs > 1
-        if not (self.state.get("heard") and self.due(clients) and drifts and clients.robust == "mean"):
-            return work
-        field, mix, slope = torch.stack([self.state["phi1"], self.state["control"]]), work.mix, work.slope
-        if not field.any():  # nothing is remembered yet
-            return replace(work, memory=work.own)
-        none = torch.zeros(len(work.rate), 1)
-        mix = torch.cat([none if mix is None else mix, none + work.own], 1)
-        return replace(work, memory=work.own, field=field, mix=mix, slope=slope if slope is None else torch.cat([slope, none], 1))
+    def recalls(self, clients: Clients) -> bool:
+        """Do clients remember in this round? Not if they are expected to take part at most twice: most could recall nothing. A
+        client that makes one step does not drift. A client that reports nothing must not be asked to remember, and with a robust
+        rule h̄ would not be the mean."""
+        visits = clients.rounds * len(clients.ids) / clients.total
+        due = self.memory == "on" or not clients.rounds or visits > 2
+        return self.state.get("heard", False) and due and clients.steps * clients.epochs > 1 and clients.robust == "mean"
 
     def remember(self, chunk: Chunk, work: Work) -> Tensor:
-        """A client's mean gradient, from its displacement."""
+        """h_i, renewed by a share of g - h_i, which a client knows from its displacement: its mean step, less what is common to all
+        clients, is λ (g - h_i)."""
         assert chunk.memory is not None
-        common, step = work.shift(0), chunk.memory - chunk.delta / chunk.travel[:, None]
-        return (step if common is None else step - common) / work.own
+        common, step = work.shift(0), -chunk.delta / chunk.travel[:, None]
+        return (chunk.memory + work.renew * (step if common is None else step - common)) / work.own
 
     def follow(self, work: Work, out: Outcome, clients: Clients) -> None:
         """Update the mean of what clients remember, also after a round whose result is discarded: clients do not know of that."""
         if work.memory:
-            phi1, control = (0.0, 0.0) if out.sent is None else out.sent
-            own, share = work.own, len(out.clients) / clients.total
-            gradient = (-out.velocity - (1.0 - own) * phi1) / own
-            self.state["control"] = self.state["control"] + share * (gradient - control)
+            common, share = 0.0 if out.sent is None else out.sent[0], len(out.clients) / clients.total
+            self.state["control"] = self.state["control"] - work.renew * share / work.own * (out.velocity + common)
 
     def round(self, model: Model, clients: Clients) -> Model:
         self.departure, usual = math.nan, clients.yardstick.length
         if not self.state["rate"]:
             self.search(clients)
-        work = self.recall(self.plan(clients), clients)
+        work = self.plan(clients)
         try:
             out = clients.train(work)
         except NoClients:
@@ -210,24 +200,23 @@ class FedAgg(Algorithm):
         self.keep(model, usual)
         if looked:
             self.look_back(out)
-        self.learn(out)
+        self.learn(work, out)
         self.state["back"] = float(out.theta @ out.travel)
         nxt = self.decayed(model.moved(out.mean, out.buffers), out)
         self.average(nxt)
         return nxt
 
-    def learn(self, out: Outcome) -> None:
+    def learn(self, work: Work, out: Outcome) -> None:
         """Estimate the mean field and the agreement from the updates alone. A client's displacement divided by rate and steps is
-        its mean step, λ ḡ_i + (1-λ) φ1, so nothing else has to be sent."""
-        own, phi1 = self.own_share(), self.state["phi1"] if out.sent is None else out.sent[0]
-        fresh = -out.velocity
-        gradient = (fresh - (1.0 - own) * phi1) / own
-        norm2 = float(phi1.double().square().sum())  # |φ1|²
-        along = out.along[:, 0] if out.along.shape[1] else torch.zeros_like(out.travel)
-        if self.state["known"]:
-            self.departure = meanfield.departure(out.norm2, along[:, None], torch.tensor([[norm2]]).double(), out.travel[:, None])
-        own2 = out.norm2 / out.travel**2 + 2 * (1 - own) * along / out.travel + (1 - own) ** 2 * norm2
-        now = meanfield.agreement(float(gradient.double().square().sum()), float(own2.mean()) / own**2, len(out.clients))
+        its mean step, λ ḡ_i + (1-λ) φ1, so nothing else has to be sent. If clients remember, ḡ_i is the corrected gradient."""
+        fresh, momentum = -out.velocity, (1.0 - self.own_share()) * self.state["phi1"]
+        if out.sent is not None and work.field is not None and work.mix is not None:
+            momentum = momentum + float(work.mix[0, 0]) * (out.sent[0] - work.field[0])  # the downlink may round
+            gram = out.sent[:1].double() @ out.sent[:1].double().T
+            self.departure = meanfield.departure(out.norm2, out.along, gram.cpu(), out.travel[:, None])
+        gradient = fresh - momentum  # λ times the mean of the clients' own gradients
+        each = float((out.norm2 / out.travel**2).mean()) + float((momentum.double() * (momentum - 2 * fresh).double()).sum())
+        now = meanfield.agreement(float(gradient.double().square().sum()), each, len(out.clients))
         before = self.state["agreement"] if self.state["known"] else now
         self.state |= {"agreement": MEMORY * before + (1 - MEMORY) * now, "phi1": fresh, "known": self.state["known"] + 1}
 

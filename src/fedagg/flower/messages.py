@@ -116,7 +116,8 @@ def write_order(order: Order, packed: Packed | None) -> tuple[ArrayRecord, Confi
         config["test"] = True
     config["optimizer"], config["augment"] = order.local.optimizer, order.local.augment
     config["low"], config["high"], config["own"], config["prox"] = work.low, float(work.high), work.own, work.prox
-    config["memory"], config["trace"], config["behind"], config["limit"] = float(work.memory), work.trace, work.behind, work.clip
+    config["trace"], config["behind"], config["limit"] = work.trace, work.behind, work.clip
+    config["memory"], config["renew"] = float(work.memory), work.renew
     if work.trial:
         config["trial"] = True
     for name, part in (("rate", work.rate), ("slope", work.slope), ("mix", work.mix)):
@@ -162,6 +163,7 @@ def read_order(content: RecordDict, layout: Layout) -> Order:
         field=field,
         prox=float(config["prox"]),
         memory=float(config["memory"]),
+        renew=float(config["renew"]),
         mask=mask,
         trace=bool(config["trace"]),
         trial=bool(config.get("trial", False)),
