@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -56,6 +57,18 @@ def test_the_last_two_are_kept_and_come_back_as_they_were(tmp_path: Path) -> Non
     assert found.facts["seconds"] == 1.5
     assert torch.equal(found.tensors["w"], torch.full((5,), 4.0))
     assert float(found.tensors["state/known"]) == 4 / 3  # double precision is kept
+
+
+def test_a_finished_run_does_not_keep_gigabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedagg.federation.MEMORY_PART", 100)
+    stops = SimpleNamespace(round_done=lambda row: row["round"] == 3)
+    for name, kept, more in (("a", False, {}), ("b", True, {"checkpoint_every": 2}), ("c", True, {"callbacks": [stops]})):
+        tiny.job(algorithm="scaffold", out=tmp_path / name, **more)
+        assert any((tmp_path / name / "checkpoints").glob("*")) == kept
+    with pytest.raises(FedaggError, match=r"its checkpoints are gone.*--checkpoint-every"):
+        tiny.job(algorithm="scaffold", resume=tmp_path / "a", rounds=8)
+    tiny.job(algorithm="fedavg", out=tmp_path / "d")  # nothing is remembered
+    assert any((tmp_path / "d" / "checkpoints").glob("*"))
 
 
 def test_more_than_a_million_rounds_are_in_order(tmp_path: Path) -> None:

@@ -473,10 +473,12 @@ def test_whose_clients_remember(memory: Any, network: nn.Module, remember: bool)
         ("auto", 11, 10, True),  # every client is expected to take part 2.2 times
         ("auto", 10, 10, False),
         ("auto", 0, 10, True),  # no end is set
-        ("on", 2, 1000, True),
+        ("auto", 0, (1 << 30) // 3 + 1, False),  # 4 GiB
+        ("auto", 1 << 30, (1 << 30) // 3 + 1, False),
+        ("on", 2, 1 << 30, True),
     ],
 )
-def test_clients_that_hardly_come_back_do_not_remember(memory: Any, rounds: int, total: int, remember: bool) -> None:
+def test_few_visits_or_too_many_clients_and_nothing_is_remembered(memory: Any, rounds: int, total: int, remember: bool) -> None:
     method = FedAgg(memory=memory)
     method.start(Model(torch.zeros(3), torch.zeros(0)), nn.Linear(2, 1), None)  # type: ignore[arg-type]
     method.state["heard"] = True

@@ -357,7 +357,8 @@ class Keeper:
 
     def finish(self) -> Result:
         simulation, server, history, seconds = self.simulation, self.server, self.book.history, self.seconds()
-        if self.done:
+        keep = self.keeps_last()
+        if self.done and keep:
             self.save()
         module = server.layout.unpack(server.reported_model.to(torch.device("cpu")), simulation.finished)
         self.book.model(module, simulation.inputs.scale())
@@ -389,7 +390,17 @@ class Keeper:
             task=simulation.task,
         )
         self.book.result(result.summary())
+        if not keep:
+            self.book.remove_checkpoints()
         return result
+
+    def keeps_last(self) -> bool:
+        """Does the run leave a checkpoint behind? A finished run may be given more rounds, but what its clients remember may take
+        more room than all the rest."""
+        config, memory = self.simulation.config, self.memory
+        ended = self.done == config.rounds and not self.interrupted
+        large = memory is not None and 4 * memory.d * len(memory.rows) > MEMORY_PART
+        return not (ended and large) or config.checkpoint_every > 0
 
 
 def warn_about(history: list[dict[str, Any]], scored: list[dict[str, Any]]) -> None:

@@ -12,6 +12,13 @@ from fedagg.engines.distributed import Team
 from fedagg.errors import SettingError
 from fedagg.files import reason
 
+MUCH = 4 << 30  # bytes that all clients together may remember without having been asked to
+
+
+def is_much(clients: int, d: int) -> bool:
+    """Would vectors of d numbers for this many clients fill a disk?"""
+    return 4 * clients * d > MUCH
+
 
 class ClientMemory:
     """Vectors by client, zero until first written.
@@ -80,6 +87,9 @@ class Shelf:
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
 
     def __del__(self) -> None:
         if hasattr(self, "file"):

@@ -85,10 +85,9 @@ class Record:
         self.resumed = checkpoint.latest(folder / "checkpoints")
         done = self.resumed.round if self.resumed else 0
         if self.resumed is None and not checkpoint.list_files(folder / "checkpoints") and (folder / "metrics.jsonl").exists():
-            if (folder / "result.json").exists():  # it is written after a checkpoint
-                raise SettingError(
-                    "resume", str(folder), "its checkpoints are gone, and a run goes on from one; start it anew elsewhere"
-                )
+            if (folder / "result.json").exists():  # the run has ended
+                words = "its checkpoints are gone, and a run goes on from one; run it anew, with --checkpoint-every to keep them"
+                raise SettingError("resume", str(folder), words)
             words = f"{folder}: stopped before its first checkpoint, or has lost them; the run starts from its first round"
             warnings.warn(words, FedaggWarning, stacklevel=2)
         if self.config.rounds < done:
@@ -185,6 +184,10 @@ class Record:
             files.flush(path)
             now.facts[name] = path.stat().st_size
         checkpoint.save(self.folder / "checkpoints", now)
+
+    def remove_checkpoints(self) -> None:
+        if self.folder is not None:
+            checkpoint.remove_others(self.folder / "checkpoints", keep=[])
 
     def model(self, module: nn.Module, scale: dict[str, Tensor] | None = None) -> None:
         """Save the weights, and the standardisation of the samples, if there was one."""

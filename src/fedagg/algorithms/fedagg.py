@@ -28,6 +28,7 @@ from fedagg.algorithms import guard
 from fedagg.algorithms.base import Algorithm, option, register
 from fedagg.clients import Clients, NoClients, Outcome
 from fedagg.flat import Layout, Model
+from fedagg.memory import is_much
 from fedagg.work import Chunk, Work
 
 LEAST_OWN = 0.1  # lower bound of λ: a client that ignored its own gradient would teach the server nothing
@@ -161,8 +162,8 @@ class FedAgg(Algorithm):
         """Do clients remember in this round? Not if they are expected to take part at most twice: most could recall nothing. A
         client that makes one step does not drift. A client that reports nothing must not be asked to remember, and with a robust
         rule h̄ would not be the mean."""
-        visits = clients.rounds * len(clients.ids) / clients.total
-        due = self.memory == "on" or not clients.rounds or visits > 2
+        often = not clients.rounds or clients.rounds * len(clients.ids) / clients.total > 2
+        due = self.memory == "on" or (often and not is_much(clients.total, len(self.state["phi1"])))
         return self.state.get("heard", False) and due and clients.steps * clients.epochs > 1 and clients.robust == "mean"
 
     def remember(self, chunk: Chunk, work: Work) -> Tensor:
