@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -93,6 +94,19 @@ def started(d: int = 1, **options: Any) -> FedAgg:
 def found(method: FedAgg, clients: Clients) -> float:
     method.search(clients)
     return float(method.state["rate"])
+
+
+@pytest.mark.parametrize(("rounds", "waits"), [(100, 3), (0, 3), (20, 1)])
+def test_where_one_of_many_clients_takes_part_four_try_rates(monkeypatch: pytest.MonkeyPatch, rounds: int, waits: int) -> None:
+    """The loss of the second is so flat that a rate a hundred times as high is best for it alone. Nothing is trained before the
+    fourth, but for no more than a tenth of the rounds."""
+    method, model = started(lr=0.1), Model(torch.zeros(1), torch.zeros(0))
+    for t, bend in enumerate((3.0, 0.03, 0.3, 3.0)):
+        monkeypatch.setattr(sys.modules[__name__], "BEND", bend)
+        clients = federation_of(1, model.w, t=t, total=100, rounds=rounds)
+        model = method.round(model, clients)
+        assert (float(model.w) == 0.0) == (t < waits)
+    assert 0.6 < method.state["rate"] / (1 / 3) < 1.5
 
 
 @pytest.mark.parametrize("base", [1e-4, 1e-2, 1.0, 30.0])
@@ -344,9 +358,10 @@ def test_gradients_are_no_longer_than_at_the_start() -> None:
 class Bold(FedAgg):
     """Takes the base rate, whatever the search finds."""
 
-    def search(self, clients: Clients) -> None:
+    def search(self, clients: Clients) -> bool:
         super().search(clients)
         self.state["rate"] = self.lr
+        return True
 
 
 @pytest.mark.slow
@@ -522,6 +537,13 @@ def trained(method: FedAgg, rounds: int, engine: Any = None) -> float:
         clients = federation_of(6, model.w, t=t, engine=engine)
         model = method.round(model, clients)
     return abs(float(model.w) - 10.5)
+
+
+@pytest.mark.parametrize(("count", "total", "judged"), [(3, 100, False), (4, 100, True), (3, 6, True), (2, 4, True)])
+def test_few_of_many_clients_do_not_tell_that_a_rate_is_too_high(count: int, total: int, judged: bool) -> None:
+    method = started(lr=1.0, pace="base")
+    method.round(Model(torch.zeros(1), torch.zeros(0)), federation_of(count, total=total))
+    assert method.state["rate"] == (0.5 if judged else 1.0)
 
 
 def test_a_rate_at_which_clients_diverge_is_halved_until_they_do_not() -> None:

@@ -34,6 +34,7 @@ from fedagg.work import Chunk, Work
 LEAST_OWN = 0.1  # lower bound of λ: a client that ignored its own gradient would teach the server nothing
 STILL = 0.001  # as a share of the base rate: clients that hardly move show the state at the start
 RATES = 14  # largest number of rates to try before the first round
+WAIT = 0.1  # largest share of the rounds in which rates are tried and nothing is trained
 BOLD = 0.5  # the own rate is this power of two above the rate that lowers the loss most in the first round
 FALL = 1 / 3  # share of the rounds, at the end, in which the own rate falls to zero; half of it if most clients take part
 TAIL = 3.0  # later models weigh more in the average of the path: the η of Shamir and Zhang
@@ -65,6 +66,7 @@ class FedAgg(Algorithm):
         self.linear = models.is_linear(module)
         self.state |= {
             "rate": 0.0,  # for a client's own gradient; 0 until it is measured
+            "tried": 0,  # clients that have tried rates
             "phi1": torch.zeros_like(model.w),  # the aggregated gradient, one for all epochs
             "known": 0,  # rounds that gave a mean field
             "agreement": 1.0,
@@ -91,21 +93,25 @@ class FedAgg(Algorithm):
             return 1.0
         return max(LEAST_OWN, math.sqrt(self.state["agreement"]))
 
-    def search(self, clients: Clients) -> None:
-        """Find the own rate by trial: all participants train at one rate after another, and the results are discarded. If clients
-        do not report their losses, the base rate is used, and gradients are not limited."""
-        self.state["rate"] = self.lr
+    def search(self, clients: Clients) -> bool:
+        """Find the own rate by trial, and say whether to train: all participants train at one rate after another, and the results
+        are discarded. A single client may have samples of one class, which it learns at any rate. So if few take part, those of the
+        next rounds try rates too, and the lowest is used. If clients do not report their losses, the base rate is used, and
+        gradients are not limited."""
+        before, self.state["rate"] = self.state["rate"] if self.state["tried"] else math.inf, self.lr
         if self.pace == "base" or not clients.reports_numbers:
-            return
+            self.state["tried"] = clients.total
+            return True
         # A client that makes only one step reports its loss before that step. If most do, the mean step of all clients is tried.
         single = clients.epochs * median(clients.batches) <= 1
         answers = clients.rehearse(Work(clients.constant(STILL * self.lr), clip=math.inf, trial=not single)).values()
         still = [report for report in answers if math.isfinite(report.loss) and math.isfinite(report.norm)]
         if not any(report.first for report in still):  # no client answered, or none reported a loss
-            return
-        self.state["norm"] = median(report.norm for report in still)
+            self.state["tried"] = clients.total if still else 0
+            return True
+        self.state["norm"] = max(self.state["norm"], median(report.norm for report in still))
         if "heard" in self.state:
-            self.state["heard"] = all(report.norm for report in still)
+            self.state["heard"] = all(report.norm for report in still) and (self.state["heard"] or not self.state["tried"])
         first = self.state["start"] = sum(report.loss for report in still) / len(still)
         worst = first + abs(first)  # cap for losses, also those that are not finite
         common = clients.rehearsed.velocity if clients.rehearsed and single else None
@@ -121,7 +127,9 @@ class FedAgg(Algorithm):
             losses[power] = sum(loss if loss < worst else worst for loss in tried) / len(tried) if tried else worst
             power = meanfield.next_power(losses, first)
         bold = BOLD if meanfield.gains(losses, first) else 0.0  # on a plateau the best rate is the highest already
-        self.state["rate"] = self.lr * 2 ** (meanfield.best_power(losses, first) + bold)
+        self.state["rate"] = min(before, self.lr * 2 ** (meanfield.best_power(losses, first) + bold))
+        self.state["tried"] += len(still)
+        return guard.enough(self.state["tried"], clients) or 0 < clients.rounds * WAIT <= clients.t + 1
 
     def own_rate(self, clients: Clients) -> float:
         """The rate of a client's own gradient in this round. If clients differ, every round adds noise in proportion
@@ -181,8 +189,8 @@ class FedAgg(Algorithm):
 
     def round(self, model: Model, clients: Clients) -> Model:
         self.departure, usual = math.nan, clients.yardstick.length
-        if not self.state["rate"]:
-            self.search(clients)
+        if not guard.enough(self.state["tried"], clients) and not self.search(clients):
+            return model
         work = self.plan(clients)
         try:
             out = clients.train(work)
@@ -191,10 +199,10 @@ class FedAgg(Algorithm):
                 return self.undo(clients)
             raise
         self.follow(work, out, clients)
-        looked = self.state["back"] != 0.0 and out.sent is not None
-        if guard.blown_up(clients) or (looked and guard.broken(out, self.state["start"])):
+        looked, judged = self.state["back"] != 0.0 and out.sent is not None, guard.enough(len(out.clients), clients)
+        if guard.blown_up(clients) or (looked and judged and guard.broken(out, self.state["start"])):
             return self.undo(clients)
-        if guard.unruly(out, self.state["start"]):
+        if judged and guard.unruly(out, self.state["start"]):
             self.state["rate"] /= 2
             clients.yardstick.length = usual
             return model

@@ -17,7 +17,13 @@ from fedagg.clients import Clients, Outcome
 LOSS_JUMP = 1.5  # if the loss exceeds this multiple of the one before, the step broke the model
 GIVEN_UP = 0.1  # provided that it also gives up more than this share of the gain since the start
 DOUBT = 3.0  # standard errors that may be chance
+FEW = 4  # fewer of many clients say nothing about the others
 LOST_SHARE = 0.2  # if more clients than this share diverge, the model or the rate is to blame
+
+
+def enough(count: int, clients: Clients) -> bool:
+    """Do that many clients say something about all? Half of them do."""
+    return count >= min(FEW, clients.total / 2)
 
 
 def worse(loss: float, start: float = -math.inf) -> float:
