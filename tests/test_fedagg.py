@@ -6,6 +6,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -107,6 +108,20 @@ def test_where_one_of_many_clients_takes_part_four_try_rates(monkeypatch: pytest
         model = method.round(model, clients)
         assert (float(model.w) == 0.0) == (t < waits)
     assert 0.6 < method.state["rate"] / (1 / 3) < 1.5
+
+
+def test_the_search_goes_on_after_a_round_in_which_nobody_answers() -> None:
+    method, model = started(lr=0.1), Model(torch.zeros(1), torch.zeros(0))
+    rates = []
+    for t, dropout in enumerate((1.0, 0.0, 1.0, 0.0, 0.0, 0.0)):
+        clients = federation_of(1, total=100, t=t, rounds=100, faults=Faults(dropout=dropout))
+        with suppress(NoClients):
+            method.round(model, clients)
+        rates.append(method.state["rate"])
+    assert rates[0] == 0.1
+    assert rates[1] > 0.1
+    assert set(rates[1:]) == {rates[1]}
+    assert method.state["tried"] == 4
 
 
 @pytest.mark.parametrize("base", [1e-4, 1e-2, 1.0, 30.0])

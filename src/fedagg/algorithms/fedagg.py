@@ -98,7 +98,8 @@ class FedAgg(Algorithm):
         are discarded. A single client may have samples of one class, which it learns at any rate. So if few take part, those of the
         next rounds try rates too, and the lowest is used. If clients do not report their losses, the base rate is used, and
         gradients are not limited."""
-        before, self.state["rate"] = self.state["rate"] if self.state["tried"] else math.inf, self.lr
+        before = self.state["rate"] if self.state["tried"] else math.inf
+        self.state["rate"] = self.state["rate"] or self.lr
         if self.pace == "base" or not clients.reports_numbers:
             self.state["tried"] = clients.total
             return True
@@ -106,8 +107,8 @@ class FedAgg(Algorithm):
         single = clients.epochs * median(clients.batches) <= 1
         answers = clients.rehearse(Work(clients.constant(STILL * self.lr), clip=math.inf, trial=not single)).values()
         still = [report for report in answers if math.isfinite(report.loss) and math.isfinite(report.norm)]
-        if not any(report.first for report in still):  # no client answered, or none reported a loss
-            self.state["tried"] = clients.total if still else 0
+        if not any(report.first for report in still):  # none reported a loss, or no client answered: then the next ones are asked
+            self.state["tried"] = clients.total if still else self.state["tried"]
             return True
         self.state["norm"] = max(self.state["norm"], median(report.norm for report in still))
         if "heard" in self.state:
