@@ -107,8 +107,10 @@ class FedAgg(Algorithm):
         single = clients.epochs * median(clients.batches) <= 1
         answers = clients.rehearse(Work(clients.constant(STILL * self.lr), clip=math.inf, trial=not single)).values()
         still = [report for report in answers if math.isfinite(report.loss) and math.isfinite(report.norm)]
-        if not any(report.first for report in still):  # none reported a loss, or no client answered: then the next ones are asked
-            self.state["tried"] = clients.total if still else self.state["tried"]
+        if not still:  # no client answered; those of the next round are asked
+            return True
+        if not any(report.first for report in still):  # none reported a loss
+            self.state["tried"] = clients.total
             return True
         self.state["norm"] = max(self.state["norm"], median(report.norm for report in still))
         if "heard" in self.state:
