@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,13 +12,28 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
+from fedagg.engines import stacked
 from fedagg.engines.base import Setting
+from fedagg.engines.batched import Batched
 from fedagg.engines.conv import Loop
-from fedagg.engines.fused import FusedConvolution, FusedNorm, FusedPool, WindowPool, fuse, fused_step
-from fedagg.engines.layers import BatchNorm, Concatenate, Layer, MaxPool, Place, ReLU
+from fedagg.engines.fused import (
+    ConvPool,
+    FusedConvolution,
+    FusedNorm,
+    FusedPool,
+    FusedRecurrent,
+    FusedStep,
+    WindowPool,
+    fuse,
+    softmax_loss,
+)
+from fedagg.engines.layers import BatchNorm, Concatenate, Conv, Layer, Linear, MaxPool, Place, ReLU
+from fedagg.engines.sequential import Sequential
 from fedagg.engines.stacked import StackedNetwork, make_convolution
 from fedagg.flat import Model, Workspace
-from fedagg.work import ClientOptions
+from fedagg.memory import ClientMemory
+from fedagg.models.text import LSTM, Last
+from fedagg.work import ClientOptions, Job, Work
 from test_engines import branched
 
 
@@ -94,6 +111,38 @@ def test_relu_and_pooling_in_one(side: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("channels", "outputs", "kernel", "padding", "stride", "side", "short"),
+    [(1, 8, 5, 2, 1, 8, False), (3, 20, 3, 1, 1, 7, False), (16, 32, 3, 0, 2, 11, False), (64, 24, 3, 1, 1, 16, True)],
+)
+@pytest.mark.parametrize("need", [True, False])
+def test_convolution_and_pooling_in_one(
+    channels: int, outputs: int, kernel: int, padding: int, stride: int, side: int, short: bool, need: bool
+) -> None:
+    n, images = 2, 3
+    x = random(n * images, channels, side, side, seed=1)
+    w, b = random(n, outputs, channels, kernel, kernel, seed=2), random(n, outputs, seed=3)
+    x, w = (part.half().float() if short else part for part in (x, w))
+    found = []
+    for form in (Loop(n, padding, stride), FusedConvolution(n, padding, stride)):
+        dw, db = torch.zeros_like(w), torch.zeros_like(b)
+        places = [Place(Conv(form, w, b, dw, db), [None], need)]
+        for layer in (MaxPool(nn.MaxPool2d(2)), ReLU()):
+            places.append(Place(layer, [places[-1]], True))
+        if isinstance(form, FusedConvolution):
+            fuse(places)
+            assert [type(place.layer) for place in places] == [ConvPool]
+        y = x.half() if short and len(places) == 1 else x
+        for place in places:
+            y = place.layer.forward(y)
+        dy = random(*y.shape, seed=4).to(y.dtype)
+        for place in reversed(places):
+            dy = place.layer.backward(dy, place.need)
+        found.append((y, dw, db, dy if need else y))
+    for plain, ours in zip(*found, strict=True):
+        assert close(ours.float(), plain.float(), 2e-2 if short else 1e-5)
+
+
+@pytest.mark.parametrize(
     ("kernel", "stride", "padding", "side"), [(3, 1, 1, 6), (3, 2, 1, 7), (3, 2, 0, 8), (2, 2, 0, 5), (2, 3, 1, 7)]
 )
 def test_pooling_of_windows_that_may_overlap(kernel: int, stride: int, padding: int, side: int) -> None:
@@ -151,15 +200,28 @@ def test_batch_normalisation_and_what_follows(then: str, channels: int, side: in
         assert close(ours, plain, 2**-9 if short else 1e-5)
 
 
-@pytest.mark.parametrize("terms", ["", "shift", "prox", "memory", "mask", "shift prox memory mask"])
-def test_the_whole_step_in_one(terms: str) -> None:
-    n, d = 3, 1500
+@pytest.mark.parametrize("terms", ["", "shift", "prox", "memory", "mask", "pull", "shift prox memory mask pull"])
+@pytest.mark.parametrize("outputs", [0, 37])
+def test_the_whole_step_in_one(terms: str, outputs: int) -> None:
+    """The weights from 300 on may be those of a linear layer, whose gradient is a product over three samples."""
+    n, d, inputs = 3, 1500, 20
     w, g, memory = (random(n, d + 4, seed=i)[:, :d] for i in range(3))
-    memory = memory.contiguous()
     shift, start = random(d, seed=4), random(d, seed=5)
     mask = (random(d, seed=6) > 0).float()
-    rate, own, prox = torch.tensor([0.0, 0.1, 0.7]), torch.tensor(0.3), torch.tensor(0.2)
-    step = own * g
+    rate, gain, pull = torch.tensor([[0.0], [0.1], [0.7]]), torch.tensor([[0.3], [0.3], [0.2]]), torch.full((n, 1), 0.05)
+    prox = torch.tensor(0.2)
+    held, given = [], g
+    if outputs:
+        at = slice(300, 300 + outputs * inputs)
+        layer = Linear(w[:, at].unflatten(1, (outputs, inputs)), None, g[:, at].unflatten(1, (outputs, inputs)), None, half=False)
+        layer.x, layer.dy = random(n, 3, inputs, seed=7), random(n, 3, outputs, seed=8)
+        given = g.clone()
+        given[:, at] = (layer.dy.transpose(1, 2) @ layer.x).flatten(1)
+        g[:, at] = torch.nan  # nobody reads it
+        held.append(layer)
+    step = gain * given
+    if "pull" in terms:
+        step = step + pull * w
     if "shift" in terms:
         step = step + shift
     if "prox" in terms:
@@ -168,12 +230,81 @@ def test_the_whole_step_in_one(terms: str) -> None:
         step = step - memory
     if "mask" in terms:
         step = step * mask
-    expected = w - rate[:, None] * step
-    fused_step(
-        w, g, rate, own, prox, start, shift if "shift" in terms else None, memory if "memory" in terms else None,
-        mask if "mask" in terms else None, "prox" in terms,
+    expected = w - rate * step
+    ours = FusedStep(w, g, held)
+    assert torch.allclose(ours.norm(), given.norm(dim=1, keepdim=True), rtol=1e-5)
+    ours(
+        rate, gain, pull if "pull" in terms else None, prox if "prox" in terms else None, start,
+        shift if "shift" in terms else None, memory if "memory" in terms else None, mask if "mask" in terms else None,
     )  # fmt: skip
-    assert torch.allclose(w, expected, atol=1e-6)
+    assert torch.allclose(w, expected, atol=1e-5)
+
+
+def test_a_recurrent_network_makes_the_same_gradients() -> None:
+    n, batch = 2, 3
+    x = torch.randint(0, 7, (n * batch, 5), generator=torch.Generator().manual_seed(1))
+    y = torch.arange(n * batch) % 7
+    module = nn.Sequential(nn.Embedding(7, 4), LSTM(4, 6, layers=2), Last(), nn.Linear(6, 7))
+    setting = Setting(module, x, y, 7, ClientOptions(epochs=1, batch_size=batch), torch.device("cpu"))
+    made = []
+    for form in ("loop", "fused"):
+        network = StackedNetwork(setting, n, conv=form)
+        assert any(isinstance(place.layer, FusedRecurrent) for place in network.places) == (form == "fused")
+        network.w.copy_(random(*network.w.shape, seed=2))
+        made.append((network.gradient(x, y, torch.full((n, batch), 1 / batch)), network.g))
+    for plain, ours in zip(*made, strict=True):
+        assert close(ours, plain)
+
+
+@pytest.mark.parametrize(("batch", "classes"), [(4, 3), (7, 10), (40, 80), (3, 700)])
+def test_the_loss_in_one(batch: int, classes: int) -> None:
+    n = 2
+    z, y = 5 * random(n, batch, classes, seed=1), torch.arange(n * batch) % classes
+    scale = random(n, batch, seed=2).abs()
+    scale[1, -1] = 0.0
+    loss, dy = softmax_loss(z, y, scale)
+    leaf = z.clone().requires_grad_()
+    expected = (nn.functional.cross_entropy(leaf.flatten(0, 1), y, reduction="none").view(n, batch) * scale).sum(1)
+    expected.sum().backward()
+    assert leaf.grad is not None
+    assert torch.allclose(loss, expected, rtol=1e-5)
+    assert torch.allclose(dy, leaf.grad, atol=1e-6)
+
+
+@pytest.mark.parametrize("local", [{}, {"clip": 0.5, "weight_decay": 0.1}])
+@pytest.mark.parametrize("kind", ["plain", "limited", "all"])
+def test_the_engine_on_these_kernels(kind: str, local: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine as on a GPU, with a layer that holds back its gradient, against one client after another."""
+    monkeypatch.setattr(stacked, "HELD_FROM", 64)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    module = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3)
+    )
+    setting = Setting(
+        module, random(20, 1, 8, 8, seed=1), torch.arange(20) % 3, 3, ClientOptions(epochs=2, batch_size=4, **local),
+        torch.device("cpu"),
+    )  # fmt: skip
+    model, d = setting.layout.pack(module), setting.layout.d
+    work = Work(torch.tensor([0.3, 0.2]))
+    if kind == "limited":
+        work = replace(work, clip=0.7)
+    if kind == "all":
+        work = replace(work, clip=0.7, own=0.4, field=random(1, d, seed=3), mix=torch.full((2, 1), 0.1), prox=0.3, memory=0.5)
+    jobs = [Job(0, torch.arange(9), 2, seed=1), Job(1, torch.arange(9, 20), 2, seed=2, position=1)]
+    memory = ClientMemory(d)
+    for client in (0, 1):
+        memory.write(client, 0.1 * random(d, seed=4 + client))
+    engine = Batched(setting, functools.partial(StackedNetwork, conv="fused"), padding=True)
+    (ours,) = engine.run(model, work, jobs, memory)
+    (stage,) = engine.stages.values()
+    assert stage.fused_step is not None
+    assert [layer.w.shape[1:] for layer in stage.fused_step.held.values()] == [(8, 36)]
+    expected = {chunk.jobs[0].client: chunk for chunk in Sequential(setting).run(model, work, jobs, memory)}
+    for row, job in enumerate(ours.jobs):
+        theirs = expected[job.client]
+        assert close(ours.delta[row], theirs.delta[0], 1e-4)
+        assert torch.allclose(ours.loss[row], theirs.loss[0], rtol=1e-4)
+        assert torch.allclose(ours.norm[row], theirs.norm[0], rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +346,7 @@ def test_a_whole_network_makes_the_same_gradients(dtype: torch.dtype) -> None:
         network = StackedNetwork(setting, n, conv=form)
         if form == "fused":
             assert [type(layer).__name__ for layer in (place.layer for place in network.places)] == [
-                "Conv", "FusedNorm", "Conv", "FusedNorm", "Conv", "FusedPool", "Flatten", "Linear"
+                "Conv", "FusedNorm", "Conv", "FusedNorm", "ConvPool", "Flatten", "Linear"
             ]  # fmt: skip
             network.dtype = dtype  # the interpreter has no bfloat16
         network.w.copy_(0.2 * random(*network.w.shape, seed=2))

@@ -142,22 +142,54 @@ def pools(bench: Bench) -> Iterator[Row]:
 
 
 def steps(bench: Bench) -> Iterator[Row]:
-    from fedagg.engines.fused import fused_step
+    from fedagg.engines.fused import FusedStep
+    from fedagg.engines.layers import Linear
 
-    n, d = 3, 2500
-    for terms in ("", "shift", "prox", "memory", "mask", "shift prox memory mask"):
-        w, g = (bench.random(n, d + 4)[:, :d] for _ in range(2))
-        shift, start, memory, mask = bench.random(d), bench.random(d), bench.random(n, d), (bench.random(d) > 0).float()
-        rate, own, prox = (torch.tensor(v, device=bench.device) for v in ([0.0, 0.1, 0.7], 0.3, 0.2))
-        move = own.double() * g.double()
-        move = move + shift.double() if "shift" in terms else move
-        move = move + prox.double() * (w.double() - start.double()) if "prox" in terms else move
-        move = move - memory.double() if "memory" in terms else move
-        move = move * mask.double() if "mask" in terms else move
-        exact = w.double() - rate.double()[:, None] * move
-        parts = (part if name in terms else None for name, part in (("shift", shift), ("memory", memory), ("mask", mask)))
-        fused_step(w, g, rate, own, prox, start, *parts, "prox" in terms)
-        yield Row(f"step: {terms or 'gradient alone'}", "fp32", apart(w, exact), 1e-6)
+    bench.set("fp32")
+    n, d, batch, outputs, inputs = 3, 30000, 24, 100, 200
+    for terms in ("", "shift", "prox", "memory", "mask", "pull", "shift prox memory mask pull"):
+        for name in ("step", "step along a product"):
+            w, g, memory = (bench.random(n, d + 4)[:, :d] for _ in range(3))
+            shift, start, mask = bench.random(d), bench.random(d), (bench.random(d) > 0).float()
+            numbers = ([0.0, 0.1, 0.7], [0.3, 0.2, 0.3], [0.1] * 3)
+            rate, gain, pull = (torch.tensor(values, device=bench.device)[:, None] for values in numbers)
+            prox, held, full = torch.tensor(0.2, device=bench.device), [], g.double()
+            if name != "step":
+                part = slice(4000, 4000 + outputs * inputs)
+                dw = g[:, part].unflatten(1, (outputs, inputs))
+                layer = Linear(w[:, part].unflatten(1, (outputs, inputs)), None, dw, None, half=False)
+                layer.x, layer.dy = bench.random(n, batch, inputs), bench.random(n, batch, outputs)
+                full = full.clone()
+                full[:, part] = (layer.dy.double().transpose(1, 2) @ layer.x.double()).flatten(1)
+                held.append(layer)
+            move = gain.double() * full
+            move = move + pull.double() * w.double() if "pull" in terms else move
+            move = move + shift.double() if "shift" in terms else move
+            move = move + prox.double() * (w.double() - start.double()) if "prox" in terms else move
+            move = move - memory.double() if "memory" in terms else move
+            move = move * mask.double() if "mask" in terms else move
+            exact = w.double() - rate.double() * move
+            given = {"pull": pull, "prox": prox, "start": start, "shift": shift, "memory": memory, "mask": mask}
+            step = FusedStep(w, g, held)
+            yield Row(f"{name}, norm", "fp32", apart(step.norm(), full.norm(dim=1, keepdim=True)), 1e-5)
+            step(rate, gain, *(value if key in terms or key == "start" else None for key, value in given.items()))
+            yield Row(f"{name}: {terms or 'gradient alone'}", "fp32", apart(w, exact), 1e-6)
+
+
+def losses(bench: Bench) -> Iterator[Row]:
+    from fedagg.engines.fused import softmax_loss
+
+    n = 3
+    for batch, classes in ((32, 10), (70, 80), (5, 700)):
+        z, y = 5 * bench.random(n, batch, classes), torch.arange(n * batch, device=bench.device) % classes
+        scale = bench.random(n, batch).abs()
+        loss, dy = softmax_loss(z, y, scale)
+        leaf = z.double().requires_grad_()
+        exact = (functional.cross_entropy(leaf.flatten(0, 1), y, reduction="none").view(n, batch) * scale).sum(1)
+        exact.sum().backward()
+        assert leaf.grad is not None
+        yield Row(f"loss of {classes} classes", "fp32", apart(loss, exact.detach()), 1e-5)
+        yield Row(f"gradient of the loss of {classes} classes", "fp32", apart(dy, leaf.grad), 1e-5)
 
 
 # --- whole networks
@@ -260,7 +292,7 @@ def networks(bench: Bench) -> Iterator[Row]:
                 precision != "fp32" and rounded
             ):  # what rounding does to a whole network is its own affair: as torch's rounding does, or little
                 theirs = [torch.stack(part) for part in zip(*rounded, strict=True)]
-                limit = max([0.02, *(1.5 * apart(part, exact) for part, exact in zip(theirs, wanted, strict=True))])
+                limit = max([0.03, *(1.5 * apart(part, exact) for part, exact in zip(theirs, wanted, strict=True))])
             what, again = make.__name__.lower(), all(torch.equal(a, b) for a, b in zip(*made, strict=True))
             yield Row(f"network '{what}': gradient, loss, statistics", bench.name(precision), float(np.max(errors)), 2 * limit)
             yield Row(f"network '{what}': the same bits twice", bench.name(precision), 0.0 if again else torch.inf, 0.0)
@@ -319,15 +351,17 @@ def runs(bench: Bench) -> Iterator[Row]:
     first = fedagg.run(data=data, model="mnist-cnn", algorithm="fedavg", clients=6, rounds=1, epochs=1, lr=1e-12, device="cpu")
     start = torch.cat([p.detach().double().flatten() for p in first.model.parameters()])
     for method in ("fedavg", "fedprox", "scaffold", "fedagg"):
+        own = {"pace": "base"} if method == "fedagg" else {}  # the measured rate is a high one, and magnifies rounding
         with mock.patch.object(torch.cuda.CUDAGraph, "replay", counted):
-            captured = run("batched", "fp32", method)
+            captured = run("batched", "fp32", method, **own)
         yield Row(f"run, {method}: graphs were replayed", "fp32", 0.0 if replays else torch.inf, 0.0)
         replays = 0
         with mock.patch.object(batched.Stage, "capture", return_value=None):
-            eager = run("batched", "fp32", method)
+            eager = run("batched", "fp32", method, **own)
         yield Row(f"run, {method}: graph against no graph", "fp32", apart(captured - start, eager - start), 1e-5)
-        alone = run("sequential", "fp32", method)
-        yield Row(f"run, {method}: against one client after another", "fp32", apart(captured - start, alone - start), 1e-2)
+        alone = run("sequential", "fp32", method, **own)
+        # Not to rounding: in random images two pixels of a pool may be as good as equal.
+        yield Row(f"run, {method}: against one client after another", "fp32", apart(captured - start, alone - start), 5e-2)
     for precision, limit in (("tf32", 5e-2), ("bf16", 2e-1)):
         found = run("batched", precision, "fedavg")
         yield Row("run, fedavg: against fp32", precision, apart(found - start, run("sequential", "fp32", "fedavg") - start), limit)
@@ -364,7 +398,7 @@ class Launched(NamedTuple):
 class Launches:
     """Stands in for the module of kernels, and notes which are launched."""
 
-    INNER = ("total", "incoming_gradient")  # called by other kernels
+    INNER = ("total", "incoming_gradient", "moved", "tanh")  # called by other kernels
 
     def __init__(self, kernels: Any) -> None:
         self.kernels = kernels
@@ -376,7 +410,7 @@ class Launches:
         return getattr(self.kernels, name)
 
 
-PARTS = (convolutions, pools, steps, networks, runs, texts)
+PARTS = (convolutions, pools, steps, losses, networks, runs, texts)
 BY_PRECISION = (convolutions, networks)  # take long, for the compiler makes every kernel anew
 
 

@@ -91,18 +91,24 @@ class Stepper:
         self.v = torch.zeros_like(like) if local.optimizer == "adam" else None
         self.count = torch.zeros(*like.shape[:-1], 1, device=like.device)
 
-    def shorten(self, g: Tensor) -> Tensor:
-        """Measure the mini-batch gradient and shorten it in place to the length that the work allows."""
+    @property
+    def limits(self) -> bool:
+        """Is there a limit for the norm of a mini-batch gradient?"""
+        return self.limit is not None or self.local.clip > 0
+
+    def factor(self, norm: Tensor) -> Tensor:
+        """By how much a mini-batch gradient of this norm is shortened: to the length that the work allows, then to the client's own
+        limit. The norm is recorded."""
+        factor = torch.ones_like(norm)
         if self.limit is not None:
-            norm = torch.linalg.vector_norm(g, dim=-1, keepdim=True)
             self.norm += norm
-            g *= within(self.limit, norm)
-        return g
+            factor = within(self.limit, norm)
+        return factor * within(self.local.clip, factor * norm) if self.local.clip else factor
 
     def gradient(self, g: Tensor, w: Tensor) -> Tensor:
-        """The client's own gradient with clipping and weight decay, before the algorithm mixes anything in."""
-        if self.local.clip:
-            g = g * within(self.local.clip, g.norm(dim=-1, keepdim=True))
+        """The client's own gradient with limits and weight decay, before the algorithm adds to it; g is shortened in place."""
+        if self.limits:
+            g *= self.factor(torch.linalg.vector_norm(g, dim=-1, keepdim=True))
         return g + self.local.weight_decay * w if self.local.weight_decay else g
 
     def direction(self, d: Tensor, active: Tensor | None = None) -> Tensor:

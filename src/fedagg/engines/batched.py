@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,15 @@ from torch import Tensor, nn
 from fedagg import seeding
 from fedagg.augment import augmented
 from fedagg.engines.base import Engine, Setting, Stepper, class_means, class_sums, exact_products
+from fedagg.engines.layers import Linear
 from fedagg.engines.sequential import Sequential
 from fedagg.engines.vmapped import VmappedNetwork
 from fedagg.errors import FedaggWarning, SettingError
 from fedagg.flat import Model, Workspace, copy_module
 from fedagg.work import Chunk, Client, Job, LocalStep, Memory, State, Work
+
+if TYPE_CHECKING:
+    from fedagg.engines.fused import FusedStep
 
 WITHIN = 1e-2  # relative error: rounding stays below it, real differences exceed it
 NUDGE = 1e-6  # in deep networks rounding may exceed that, so the effect of so small a change of the weights counts as rounding too
@@ -50,6 +54,13 @@ class Descending(Network, Protocol):
     linear: Sequence[object]  # the layers that do; if empty, there is nothing to gain
 
     def descend(self, x: Tensor, y: Tensor, scale: Tensor, step: Tensor) -> Tensor: ...
+
+
+@runtime_checkable
+class Holding(Network, Protocol):
+    """A network that can leave a part of its gradient to the step."""
+
+    def hold(self, batch: int) -> list[Linear]: ...
 
 
 @runtime_checkable
@@ -96,26 +107,28 @@ class Stage:
         self.x = self.setting.x.new_empty(n * batch, *self.setting.x.shape[1:])
         self.rate = torch.zeros(n, 1, device=device)
         self.loss = torch.zeros(n, device=device)
-        self.own, self.prox = torch.ones((), device=device), torch.zeros((), device=device)
+        self.own, self.prox = torch.ones(n, 1, device=device), torch.zeros((), device=device)
         self.start = torch.zeros(d, device=device)
         self.shift = torch.zeros(d, device=device) if self.shape.shift else None
         self.mask = torch.ones(d, device=device) if self.shape.mask else None
-        self.memory = torch.zeros(n, d, device=device) if self.shape.memory else None
+        # Rows as far apart as those of the weights: on a GPU they begin at multiples of 16 bytes.
+        self.memory = torch.zeros(n, self.network.w.stride(0), device=device)[:, :d] if self.shape.memory else None
         self.mean = torch.zeros(n, d, device=device) if self.shape.trace else None
         self.local_step: LocalStep | None = None
         self.state: State = {}
         self.stepper = Stepper(self.setting.local, self.network.w, float(self.shape.clip))
-        self.plain = self.stepper.m is None and not self.setting.local.clip and not self.setting.local.weight_decay
+        plain = self.stepper.m is None and not self.shape.step
+        bare = plain and not self.stepper.limits and not self.setting.local.weight_decay
         terms = (self.shape.shift, self.shape.prox, self.shape.memory, self.shape.mask)
-        self.plain = self.plain and not self.shape.step
-        self.bare = self.plain and not any(terms)  # plain gradient descent: one pass over the weights
-        self.fused_step: Callable[..., None] | None = None
-        if self.plain and self.network.w.is_cuda and has_triton():
-            from fedagg.engines.fused import fused_step  # needs Triton
+        self.bare = bare and not any(terms)  # plain gradient descent: one pass over the weights
+        self.fused_step: FusedStep | None = None
+        if plain and self.network.w.is_cuda and has_triton():
+            from fedagg.engines.fused import FusedStep  # needs Triton
 
-            self.fused_step = fused_step
+            held = self.network.hold(batch) if isinstance(self.network, Holding) and not self.shape.trace else []
+            self.fused_step = FusedStep(self.network.w, self.network.g, held)
         # Terms that do not depend on the client's position may be applied after a step along the gradient.
-        follows = self.plain and not (self.shape.prox or self.shape.mask or self.shape.trace or self.shape.clip)
+        follows = bare and not (self.shape.prox or self.shape.mask or self.shape.trace)
         self.descending = self.network if follows and isinstance(self.network, Descending) and self.network.linear else None
 
     def begin(self, model: Model, work: Work, own: Tensor | None, schedule: Callable[[Callable[[Job], Tensor]], Tensor]) -> None:
@@ -164,13 +177,14 @@ class Stage:
         self.loss += self.network.gradient(x, y, scale)
         if self.mean is not None:
             self.mean += self.network.g
-        self.stepper.shorten(self.network.g)
+        active = (scale[:, :1] > 0).to(scale.dtype)
         if self.fused_step is not None:
-            active = (scale[:, 0] > 0).to(scale.dtype)
-            self.fused_step(self.network.w, self.network.g, self.rate[:, 0] * active, self.own, self.prox, self.start,
-                            self.shift, self.memory, self.mask, self.shape.prox)  # fmt: skip
+            gain = self.own * self.stepper.factor(self.fused_step.norm()) if self.stepper.limits else self.own
+            pull = self.own * self.setting.local.weight_decay if self.setting.local.weight_decay else None
+            prox = self.prox if self.shape.prox else None
+            self.fused_step(self.rate * active, gain, pull, prox, self.start, self.shift, self.memory, self.mask)
         else:
-            self.update((scale[:, :1] > 0).to(scale.dtype))
+            self.update(active)
         self.cursor += 1
 
     def walk(self, step: LocalStep, x: Tensor, y: Tensor, scale: Tensor) -> None:
@@ -191,7 +205,7 @@ class Stage:
                 self.loss.add_(loss)
                 if self.mean is not None:
                     self.mean.add_(network.g)
-            return self.stepper.gradient(self.stepper.shorten(network.g), network.w).clone()
+            return self.stepper.gradient(network.g, network.w).clone()
 
         self.client.shift = self.shift
         w, state = step(self.client, before, gradient, self.rate, dict(self.state))
@@ -324,7 +338,8 @@ class Batched:
         return self.trusted[key]
 
     def tried(self, key: object, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> bool:
-        """Try a few steps of two clients on both engines. The second has one sample less, unless sizes must be equal."""
+        """Try a few steps of two clients on both engines. The second has one sample less, unless sizes must be equal. Rates
+        at which training diverges would magnify rounding, so lower ones are tried, too."""
         s = self.setting
         local = replace(s.local, batch_size=min(4, s.local.batch_size))
         small = replace(s, module=without_dropout(s.module), local=local, half=False, graph=None)
@@ -332,21 +347,24 @@ class Batched:
         sizes = (6, 6 if self.whole else 5)
         few = [replace(job, samples=job.samples[:size], epochs=min(2, job.epochs)) for job, size in zip(pair, sizes, strict=True)]
         plain = Sequential(small)
+        together = replace(self, setting=small, chunk=2, capture=False, stages={}, trusted={key: True})
 
-        def moved(engine: Engine, at: Model) -> Tensor:
+        def moved(engine: Engine, at: Model, work: Work) -> Tensor:
             found = {j.client: delta for c in engine.run(at, work, few, memory) for j, delta in zip(c.jobs, c.delta, strict=True)}
             return torch.stack([found[job.client] for job in few])
 
-        together = replace(self, setting=small, chunk=2, capture=False, stages={}, trusted={key: True})
-        with exact_products():
-            expected = moved(plain, model)
-            noise = moved(plain, replace(model, w=(1 + NUDGE) * model.w)) - expected
+        def alike(work: Work) -> bool:
+            expected = moved(plain, model, work)
+            noise = moved(plain, replace(model, w=(1 + NUDGE) * model.w), work) - expected
             try:
-                apart = moved(together, model) - expected
+                apart = moved(together, model, work) - expected
             except Exception:  # a user's function may raise anything for several clients at once
                 return False
-        bounds = WITHIN * expected.norm(dim=1) + 10 * noise.norm(dim=1) + 1e-6
-        return bool((apart.norm(dim=1) <= bounds).all())
+            bounds = WITHIN * expected.norm(dim=1) + 10 * noise.norm(dim=1) + 1e-6 * min(1.0, float(work.rate.max()))
+            return bool((apart.norm(dim=1) <= bounds).all())
+
+        with exact_products():
+            return any(alike(replace(work, rate=share * work.rate)) for share in (1.0, 0.1, 0.01))
 
     def stage(self, work: Work, n: int, batch: int, steps: int) -> Stage:
         """The persistent tensors for this shape, made (and captured) on first use."""

@@ -17,7 +17,8 @@ import triton
 from torch import Tensor
 
 from fedagg.engines import kernels
-from fedagg.engines.layers import BatchNorm, Concatenate, MaxPool, Place, ReLU, packed, users
+from fedagg.engines.layers import BatchNorm, Concatenate, Conv, Linear, MaxPool, Place, ReLU, packed, users
+from fedagg.engines.sequence import Recurrent
 
 WIDEST = 11  # largest window: its pixels are numbered in a byte
 
@@ -38,6 +39,8 @@ def fuse(places: list[Place]) -> None:
         source = place.sources[0]
         if isinstance(place.layer, BatchNorm):
             place.layer = FusedNorm(place.layer, then=0)
+        if isinstance(place.layer, Recurrent):
+            place.layer = FusedRecurrent(place.layer)
         if source is None or count[source] > 1 or not isinstance(place.layer, ReLU):
             continue
         below = source.sources[0]
@@ -51,6 +54,15 @@ def fuse(places: list[Place]) -> None:
             count[source] = count[place]
             if below is not None and count[below] == 1 and isinstance(below.layer, FusedNorm) and below.layer.then == 0:
                 below.layer.then = 2
+                merge(places, source, below)
+                count[below] = count[source]
+            elif (
+                below is not None
+                and count[below] == 1
+                and isinstance(below.layer, Conv)
+                and isinstance(below.layer.kernel, FusedConvolution)
+            ):
+                below.layer = ConvPool(below.layer)
                 merge(places, source, below)
                 count[below] = count[source]
     grow(places)
@@ -107,41 +119,48 @@ class FusedConvolution:
         self.n, self.padding, self.stride = n, padding, stride
 
     def convolve(
-        self, x: Tensor, w: Tensor, b: Tensor | None, padding: int, sides: Sequence[int], stride: int = 1, spread: int = 1
-    ) -> Tensor:
-        """w (n, O, k, k, C), contiguous: tensor cores want the summed axis innermost."""
+        self, x: Tensor, w: Tensor, b: Tensor | None, padding: int, sides: Sequence[int], stride: int = 1, spread: int = 1,
+        pool: bool = False,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """w (n, O, k, k, C), contiguous: tensor cores want the summed axis innermost. The result, and which pixel of its window was
+        the largest, if it is pooled; `sides` are then those of the pool."""
         n, outputs, k, _, channels = w.shape
         images, _, height, width = x.shape
         ho, wo = sides
         x = packed(x)
         y = torch.empty(images, outputs, ho, wo, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
-        m = images // n * ho * wo
-        tile = self.tile(outputs, k * k * channels, x.element_size())
+        where = torch.empty(y.numel() if pool else 0, dtype=torch.int8, device=x.device)
+        m = images // n * ho * wo * (4 if pool else 1)
+        tile = self.tile(outputs, k * k * channels, x.element_size(), m)
         grid = (triton.cdiv(m, tile["BM"]), triton.cdiv(outputs, tile["BO"]), n)
+        bias = b if b is not None else w
         kernels.conv[grid](
-            x, w, b if b is not None else w, y, m, height, width, ho, wo, padding, C=channels, O=outputs, K=k,
-            STRIDE=stride, SPREAD=spread, BIAS=b is not None, PRECISION=precision(), **tile,
+            x, w, bias, y, where, m, height, width, ho, wo, padding, bias.stride(0), C=channels, O=outputs, K=k, STRIDE=stride,
+            SPREAD=spread, BIAS=b is not None, POOL=pool, PRECISION=precision(), **tile,
         )  # fmt: skip
-        return y
+        return y, where
+
+    def sides(self, x: Tensor, w: Tensor) -> list[int]:
+        return [(side + 2 * self.padding - w.shape[-1]) // self.stride + 1 for side in x.shape[2:]]
 
     def forward(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        bias = b.contiguous() if b is not None else None
+        return self.given(x, w, b, self.sides(x, w))[0]
+
+    def given(self, x: Tensor, w: Tensor, b: Tensor | None, sides: Sequence[int], pool: bool = False) -> tuple[Tensor, Tensor]:
         filters, self.back = turned(w, x.dtype)
-        sides = [(side + 2 * self.padding - w.shape[-1]) // self.stride + 1 for side in x.shape[2:]]
-        return self.convolve(x, filters, bias, self.padding, sides, stride=self.stride)
+        return self.convolve(x, filters, b, self.padding, sides, stride=self.stride, pool=pool)
 
     def input_gradient(self, x: Tensor, dy: Tensor, w: Tensor) -> Tensor:
-        return self.convolve(dy, self.back, None, w.shape[-1] - 1 - self.padding, x.shape[2:], spread=self.stride)
+        return self.convolve(dy, self.back, None, w.shape[-1] - 1 - self.padding, x.shape[2:], spread=self.stride)[0]
 
-    def weight_gradient(self, x: Tensor, dy: Tensor, dw: Tensor, db: Tensor | None) -> None:
+    def weight_gradient(self, x: Tensor, dy: Tensor, dw: Tensor, db: Tensor | None, first: Tensor | None = None) -> None:
+        """`first` is dy in channels-first memory, if it is there already, with its sums in `db`."""
         n, outputs, channels, k, _ = dw.shape
         images, _, ho, wo = dy.shape
         m, depth = images // n * ho * wo, k * k * channels
         short = x.element_size() == 2
-        rows = short and ho * wo >= self.rows_from and channels % 64 == 0
+        rows = self.by_rows(x, ho * wo)
         tile = self.gradient_tile(channels, outputs, depth, short and ho * wo >= 64)
-        if rows and channels % tile["BK"]:
-            tile["BK"] = 64
         tiles = triton.cdiv(depth, tile["BK"]) * triton.cdiv(outputs, tile["BO"])
         splits = max(1, min(triton.cdiv(m, 4 * tile["BM"]), triton.cdiv(self.splits_for, tiles * n)))
         span = triton.cdiv(triton.cdiv(m, splits), tile["BM"]) * tile["BM"]
@@ -159,17 +178,25 @@ class FusedConvolution:
                 torch.sum(dy.permute(0, 2, 3, 1).reshape(n, -1, outputs), 1, dtype=db.dtype, out=db)
         else:
             patches = unrolled(x, k, self.padding, wo, self.stride)
+            first = unrolled(dy, 1, 0, wo, sums=db) if first is None else first
             kernels.weight_gradient[grid](
-                patches, unrolled(dy, 1, 0, wo, sums=db), out, m, span, n, out.stride(0), C=channels, O=outputs, K=k,
+                patches, first, out, m, span, n, out.stride(0), C=channels, O=outputs, K=k,
                 STRIDE=self.stride, PIXELS=ho * wo, WO=wo, PLANE=patches[0, 0, 0].numel(), PRECISION=precision(), **tile,
             )  # fmt: skip
         if splits > 1:
-            dw.copy_(out.view(splits, n, -1).sum(0).view_as(dw))
+            torch.sum(out.view(splits, n, -1), 0, out=dw.flatten(1))
 
-    def tile(self, outputs: int, depth: int, bytes: int) -> dict[str, Any]:
+    def by_rows(self, x: Tensor, pixels: int) -> bool:
+        """Is the weight gradient computed from channels-last memory?"""
+        return x.element_size() == 2 and pixels >= self.rows_from and x.shape[1] % 64 == 0
+
+    def tile(self, outputs: int, depth: int, bytes: int, m: int) -> dict[str, Any]:
         """Blocks of the convolution, measured on an H200."""
         exact = bytes == 4 and precision() == "ieee"  # without tensor cores, their work takes registers
         sizes = {"BM": 128, "BK": block(depth, 128 // bytes), "BO": block(outputs, 128 if exact else 256)}
+        few = triton.cdiv(m, 128) * triton.cdiv(outputs, 256) * self.n < self.splits_for
+        if bytes == 2 and few and outputs >= 128:  # otherwise some of the GPU would be idle
+            return {**sizes, "BM": 64, "BO": 128, "num_warps": 4, "num_stages": 3}
         return {**sizes, "num_warps": 8 if outputs >= 128 else 4, "num_stages": 3}
 
     def gradient_tile(self, channels: int, outputs: int, depth: int, long: bool) -> dict[str, Any]:
@@ -177,10 +204,10 @@ class FusedConvolution:
         few = depth > 9 * channels  # 5×5 filters of few channels
         return {
             "BM": 64 if long else 32,
-            "BK": block(depth, 64 if few else 128),
+            "BK": block(depth, 64 if few or long else 128),
             "BO": block(outputs, 128),
             "num_warps": 4,
-            "num_stages": 3,
+            "num_stages": 4 if long else 3,
         }
 
 
@@ -287,6 +314,42 @@ class FusedPool:
             packed(dy), self.where, dx, dx.numel(), height, width, height // 2, width // 2, channels, BLOCK=1024
         )
         return dx
+
+
+class ConvPool(Conv):
+    """Convolution, ReLU and 2×2 max pooling: the images between them are not stored."""
+
+    kernel: FusedConvolution
+    adds = False
+
+    def __init__(self, conv: Conv) -> None:
+        self.__dict__.update(vars(conv))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.x, self.full = x, self.kernel.sides(x, self.w)
+        y, self.where = self.kernel.given(x, self.w, self.b, [side // 2 for side in self.full], pool=True)
+        return y
+
+    def backward(self, dy: Tensor, need: bool, onto: Tensor | None = None) -> Tensor:
+        dy = packed(dy)
+        images, channels, high, wide = dy.shape
+        full = torch.empty(images, channels, *self.full, device=dy.device, dtype=dy.dtype, memory_format=torch.channels_last)
+        if self.kernel.by_rows(self.x, self.full[0] * self.full[1]):
+            kernels.unpool[(triton.cdiv(full.numel(), 1024),)](
+                dy, self.where, full, full.numel(), *self.full, high, wide, channels, BLOCK=1024
+            )
+            self.kernel.weight_gradient(self.x, full, self.dw, self.db)
+        else:
+            area = self.full[0] * self.full[1]
+            tile: dict[str, Any] = {"BP": min(128, triton.next_power_of_2(area)), "BC": min(32, triton.next_power_of_2(channels))}
+            grid = (images * triton.cdiv(area, tile["BP"]), triton.cdiv(channels, tile["BC"]))
+            first = torch.empty(images, channels, *self.full, device=dy.device, dtype=dy.dtype)
+            sums = torch.empty(grid[0], channels, device=dy.device)
+            kernels.unpool_turned[grid](dy, self.where, full, first, sums, *self.full, high, wide, channels, BOTH=need, **tile)
+            if self.db is not None:
+                torch.sum(sums.view(len(self.db), -1, channels), 1, out=self.db)
+            self.kernel.weight_gradient(self.x, full, self.dw, self.db, first)
+        return self.kernel.input_gradient(self.x, full, self.w) if need else dy
 
 
 def pooled(x: Tensor, kept: Tensor | None, n: int) -> tuple[Tensor, Tensor]:
@@ -428,36 +491,96 @@ class FusedNorm(BatchNorm):
         return blocks, spans, a, b
 
 
-def fused_step(
-    w: Tensor,
-    g: Tensor,
-    rate: Tensor,
-    own: Tensor,
-    prox: Tensor,
-    start: Tensor,
-    shift: Tensor | None,
-    memory: Tensor | None,
-    mask: Tensor | None,
-    use_prox: bool,
-) -> None:
-    n, d = w.shape
-    grid = (triton.cdiv(d, 1024), n)
-    none = start
-    kernels.step[grid](
-        w,
-        g,
-        rate,
-        own,
-        prox,
-        start,
-        shift if shift is not None else none,
-        memory if memory is not None else none,
-        mask if mask is not None else none,
-        d,
-        w.stride(0),
-        SHIFT=shift is not None,
-        PROX=use_prox,
-        MEMORY=memory is not None,
-        MASK=mask is not None,
-        BLOCK=1024,
-    )
+class FusedRecurrent(Recurrent):
+    """An LSTM in which all that a step does between two products is one kernel."""
+
+    def __init__(self, layer: Recurrent) -> None:
+        self.__dict__.update(vars(layer))
+
+    def cell(self, gate: Tensor, before: Tensor, after: Tensor, tanh: Tensor, state: Tensor) -> None:
+        grid = (triton.cdiv(after.numel(), 512),)
+        kernels.cell[grid](gate, before, after, tanh, state, after.numel(), self.hidden, BLOCK=512)
+
+    def cell_gradient(self, gate: Tensor, before: Tensor, tanh: Tensor, dy: Tensor, back: Tensor, flow: Tensor) -> None:
+        grid = (triton.cdiv(flow.numel(), 512),)
+        kernels.cell_gradient[grid](gate, before, tanh, dy, back, flow, flow.numel(), self.hidden, BLOCK=512)
+
+    def backward(self, dy: Tensor, need: bool) -> Tensor:
+        return super().backward(dy.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3), need)  # a step's values in one piece
+
+
+class FusedStep:
+    """The whole local step of n clients in one pass over their weights. The gradient of a large linear layer is a product over the
+    few samples of a batch: it is computed in that pass, and neither stored nor read again."""
+
+    def __init__(self, w: Tensor, g: Tensor, held: list[Linear]) -> None:
+        """Weights and gradients, (n, d), and the layers that hold back the gradient of their weights."""
+        self.w, self.g, self.held = w, g, {int(layer.w.storage_offset() - w.storage_offset()): layer for layer in held}
+        self.rest: list[tuple[int, int]] = []  # ranges of a row whose gradient is stored
+        at = 0
+        for first, layer in sorted(self.held.items()):
+            self.rest.append((at, first))
+            at = first + layer.w[0].numel()
+        self.rest = [(a, b) for a, b in (*self.rest, (at, w.shape[1])) if a < b]
+
+    def norm(self) -> Tensor:
+        """The norms of all clients' gradients, (n, 1)."""
+        blocks = [triton.cdiv(b - a, 4096) for a, b in self.rest]
+        count = sum(blocks) + len(self.held)
+        parts, at = torch.empty(len(self.w), count, device=self.w.device), 0
+        for (a, b), many in zip(self.rest, blocks, strict=True):
+            kernels.squares[(many, len(self.w))](self.g[:, a:], parts[:, at:], b - a, self.g.stride(0), count, BLOCK=4096)
+            at += many
+        for layer in self.held.values():
+            parts[:, at] = squared_product(layer.dy, layer.x)
+            at += 1
+        return parts.sum(1, keepdim=True).clamp_min_(0.0).sqrt_()
+
+    def __call__(
+        self,
+        rate: Tensor,
+        gain: Tensor,
+        pull: Tensor | None,
+        prox: Tensor | None,
+        start: Tensor,
+        shift: Tensor | None,
+        memory: Tensor | None,
+        mask: Tensor | None,
+    ) -> None:
+        """w[n] -= rate[n] (gain[n] g[n] + pull[n] w[n] + shift + prox (w[n] - start) - memory[n]) mask."""
+        n, row = self.w.shape[0], self.w.stride(0)
+        flags = {"PULL": pull is not None, "PROX": prox is not None, "SHIFT": shift is not None, "MEMORY": memory is not None,
+                 "MASK": mask is not None}  # fmt: skip
+
+        def terms(a: int) -> list[Any]:
+            whole = (rate, gain, pull, prox)
+            parts = (start, shift, memory if memory is None else memory[0], mask)  # by a place in the row
+            return [*(start if one is None else one for one in whole), *(start if one is None else one[a:] for one in parts), row]
+
+        for a, b in self.rest:
+            kernels.step[(triton.cdiv(b - a, 1024), n)](self.w[:, a:], self.g[:, a:], b - a, *terms(a), **flags, BLOCK=1024)
+        for first, layer in self.held.items():
+            dy, x = layer.dy.contiguous(), layer.x.contiguous()
+            (batch, outputs), inputs = dy.shape[1:], x.shape[2]
+            tile: dict[str, Any] = {"BB": block(batch, 32), "BO": 32, "BI": 128}
+            grid = (triton.cdiv(inputs, tile["BI"]), triton.cdiv(outputs, tile["BO"]), n)
+            kernels.step_along_product[grid](
+                layer.w, dy, x, batch, outputs, inputs, *terms(first), **flags, **tile, PRECISION=precision()
+            )
+
+
+def squared_product(dy: Tensor, x: Tensor) -> Tensor:
+    """|Σ_b dy[n, b] x[n, b]ᵀ|², (n,): it is Σ_bc (dy[n, b]·dy[n, c]) (x[n, b]·x[n, c])."""
+    samples, inputs = (torch.bmm(part, part.transpose(1, 2)) for part in (dy, x.float()))
+    return (samples * inputs).sum((1, 2))
+
+
+def softmax_loss(z: Tensor, y: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The cross-entropy of n clients' outputs z (n, B, classes), weighted, (n,), and its gradient by z."""
+    n, batch, classes = z.shape
+    wide = triton.next_power_of_2(classes)
+    tile: dict[str, Any] = {"BB": max(1, min(triton.next_power_of_2(batch), 1024 // wide)), "BC": wide}
+    grid = (n, triton.cdiv(batch, tile["BB"]))
+    dy, loss = torch.empty(z.shape, device=z.device), torch.empty(grid, device=z.device)
+    kernels.cross_entropy[grid](z.contiguous(), y, scale.contiguous(), dy, loss, batch, classes, **tile)
+    return loss.sum(1) if grid[1] > 1 else loss[:, 0], dy

@@ -13,31 +13,41 @@ def conv(
     w_ptr,
     b_ptr,
     y_ptr,
+    where_ptr,
     M,
     H,
     W,
     HO,
     WO,
     P,
+    ROW,
     C: tl.constexpr,
     O: tl.constexpr,
     K: tl.constexpr,
     STRIDE: tl.constexpr,
     SPREAD: tl.constexpr,
     BIAS: tl.constexpr,
+    POOL: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
     BO: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """y[n, m, o] = Σ_k patch(x)[n, m, k] w[n, o, k] for one client n, a block of output pixels m and of channels o. Patches begin
-    every STRIDE pixels. With SPREAD, the image's pixels are that far apart, with zeros between."""
+    every STRIDE pixels. With SPREAD, the image's pixels are that far apart, with zeros between. With POOL, the four pixels of each
+    2×2 window follow each other, and only relu(max) of them is stored, as by `pool`. Clients' biases begin every ROW numbers."""
     n = tl.program_id(2).to(tl.int64)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     o = tl.program_id(1) * BO + tl.arange(0, BO)
-    image, pixel = m // (HO * WO), m % (HO * WO)
-    row, col = pixel // WO * STRIDE - P, pixel % WO * STRIDE - P
-    x_ptr += n * (M // (HO * WO)) * H * W * C
+    if POOL:
+        image, pixel = m // (4 * HO * WO), m % (4 * HO * WO)  # HO and WO are those of the pool
+        row, col = pixel // 4 // WO * 2 + pixel % 4 // 2, pixel // 4 % WO * 2 + pixel % 2
+        x_ptr += n * (M // (4 * HO * WO)) * H * W * C
+    else:
+        image, pixel = m // (HO * WO), m % (HO * WO)
+        row, col = pixel // WO, pixel % WO
+        x_ptr += n * (M // (HO * WO)) * H * W * C
+    row, col = row * STRIDE - P, col * STRIDE - P
     w_ptr += n * (K * K * C) * O
     acc = tl.zeros((BM, BO), dtype=tl.float32)
     for k0 in range(0, K * K * C, BK):
@@ -64,8 +74,16 @@ def conv(
         b = tl.load(w_ptr + k[:, None] + o[None, :] * (K * K * C), mask=(k < K * K * C)[:, None] & (o < O)[None, :], other=0.0)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     if BIAS:
-        acc += tl.load(b_ptr + n * O + o, mask=o < O, other=0.0)[None, :]
-    tl.store(y_ptr + n * M * O + m[:, None] * O + o[None, :], acc, mask=(m < M)[:, None] & (o < O)[None, :])
+        acc += tl.load(b_ptr + n * ROW + o, mask=o < O, other=0.0)[None, :]
+    if POOL:
+        best, which = tl.max(tl.where(acc != acc, float("inf"), acc).reshape(BM // 4, 4, BO), 1, return_indices=True)
+        m = tl.program_id(0) * (BM // 4) + tl.arange(0, BM // 4)
+        at = n * (M // 4) * O + m[:, None] * O + o[None, :]
+        inside = (m < M // 4)[:, None] & (o < O)[None, :]
+        tl.store(y_ptr + at, tl.where(best <= 0.0, 0.0, best), mask=inside)
+        tl.store(where_ptr + at, tl.where(best <= 0.0, 4, which).to(tl.int8), mask=inside)
+    else:
+        tl.store(y_ptr + n * M * O + m[:, None] * O + o[None, :], acc, mask=(m < M)[:, None] & (o < O)[None, :])
 
 
 @triton.jit
@@ -267,6 +285,42 @@ def unpool(dy_ptr, where_ptr, dx_ptr, TOTAL, H, W, HO, WO, C, BLOCK: tl.constexp
     which = tl.load(where_ptr + window, mask=inside, other=4)
     dy = tl.load(dy_ptr + window, mask=inside, other=0.0).to(tl.float32)
     tl.store(dx_ptr + at, tl.where(which == (row % 2) * 2 + col % 2, dy, 0.0), mask=live)
+
+
+@triton.jit
+def unpool_turned(
+    dy_ptr,
+    where_ptr,
+    dx_ptr,
+    turned_ptr,
+    sum_ptr,
+    H,
+    W,
+    HO,
+    WO,
+    C,
+    BOTH: tl.constexpr,
+    BP: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """As `unpool`, with the gradient in channels-first order, for `weight_gradient`, and its sums over blocks of pixels, sum[block,
+    c]; with BOTH, in channels-last order too."""
+    blocks = tl.cdiv(H * W, BP)
+    image = (tl.program_id(0) // blocks).to(tl.int64)
+    p = tl.program_id(0) % blocks * BP + tl.arange(0, BP)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    row, col = p // W, p % W
+    live = (p < H * W)[:, None] & (c < C)[None, :]
+    inside = live & ((row // 2 < HO) & (col // 2 < WO))[:, None]
+    window = (((image * HO + row // 2) * WO + col // 2) * C)[:, None] + c[None, :]
+    which = tl.load(where_ptr + window, mask=inside, other=4)
+    dy = tl.load(dy_ptr + window, mask=inside, other=0.0)
+    dx = tl.where(which == (row % 2 * 2 + col % 2)[:, None], dy, 0.0)
+    tl.store(sum_ptr + tl.program_id(0).to(tl.int64) * C + c, tl.sum(dx.to(tl.float32), 0), mask=c < C)
+    if BOTH:
+        tl.store(dx_ptr + ((image * H * W + p) * C)[:, None] + c[None, :], dx, mask=live)
+    out = turned_ptr + ((image * C + c) * (H * W))[:, None] + p[None, :]
+    tl.store(out, tl.trans(dx), mask=(c < C)[:, None] & (p < H * W)[None, :])
 
 
 @triton.jit
@@ -552,37 +606,196 @@ def gradient_affine(
 
 
 @triton.jit
-def step(
-    w_ptr,
-    g_ptr,
+def tanh(x):
+    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+
+
+@triton.jit
+def cell(gate_ptr, before_ptr, after_ptr, tanh_ptr, state_ptr, TOTAL, H, BLOCK: tl.constexpr):
+    """A step of an LSTM with H units a row; the gates (rows, 4, H) replace their sums."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = at < TOTAL
+    gate = gate_ptr + at // H * (4 * H) + at % H
+    i = tl.sigmoid(tl.load(gate, mask=live, other=0.0))
+    f = tl.sigmoid(tl.load(gate + H, mask=live, other=0.0))
+    g = tanh(tl.load(gate + 2 * H, mask=live, other=0.0))
+    o = tl.sigmoid(tl.load(gate + 3 * H, mask=live, other=0.0))
+    after = f * tl.load(before_ptr + at, mask=live, other=0.0) + i * g
+    bent = tanh(after)
+    tl.store(gate, i, mask=live)
+    tl.store(gate + H, f, mask=live)
+    tl.store(gate + 2 * H, g, mask=live)
+    tl.store(gate + 3 * H, o, mask=live)
+    tl.store(after_ptr + at, after, mask=live)
+    tl.store(tanh_ptr + at, bent, mask=live)
+    tl.store(state_ptr + at, o * bent, mask=live)
+
+
+@triton.jit
+def cell_gradient(gate_ptr, before_ptr, tanh_ptr, dy_ptr, back_ptr, flow_ptr, TOTAL, H, BLOCK: tl.constexpr):
+    """The same step back: the gradients of the gates' sums replace the gates, and that of the cell before replaces `flow`."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = at < TOTAL
+    gate = gate_ptr + at // H * (4 * H) + at % H
+    i = tl.load(gate, mask=live, other=0.0)
+    f = tl.load(gate + H, mask=live, other=0.0)
+    g = tl.load(gate + 2 * H, mask=live, other=0.0)
+    o = tl.load(gate + 3 * H, mask=live, other=0.0)
+    bent = tl.load(tanh_ptr + at, mask=live, other=0.0)
+    back = tl.load(back_ptr + at, mask=live, other=0.0) + tl.load(dy_ptr + at, mask=live, other=0.0)
+    flow = tl.load(flow_ptr + at, mask=live, other=0.0) + back * o * (1.0 - bent * bent)
+    tl.store(gate, flow * g * i * (1.0 - i), mask=live)
+    tl.store(gate + H, flow * tl.load(before_ptr + at, mask=live, other=0.0) * f * (1.0 - f), mask=live)
+    tl.store(gate + 2 * H, flow * i * (1.0 - g * g), mask=live)
+    tl.store(gate + 3 * H, back * bent * o * (1.0 - o), mask=live)
+    tl.store(flow_ptr + at, flow * f, mask=live)
+
+
+@triton.jit
+def moved(
+    w,
+    g,
+    n,
+    at,
+    live,
     rate_ptr,
-    own_ptr,
+    gain_ptr,
+    pull_ptr,
     prox_ptr,
     start_ptr,
     shift_ptr,
     memory_ptr,
     mask_ptr,
-    D,
     ROW,
-    SHIFT: tl.constexpr,
+    PULL: tl.constexpr,
     PROX: tl.constexpr,
+    SHIFT: tl.constexpr,
+    MEMORY: tl.constexpr,
+    MASK: tl.constexpr,
+):
+    """w - rate[n] (gain[n] g + pull[n] w + shift + prox (w - start) - memory[n]) mask, for weights w of client n and their
+    gradients g, at these places of its row. Rows begin every ROW numbers."""
+    d = tl.load(gain_ptr + n) * g
+    if PULL:
+        d += tl.load(pull_ptr + n) * w
+    if SHIFT:
+        d += tl.load(shift_ptr + at, mask=live, other=0.0)
+    if PROX:
+        d += tl.load(prox_ptr) * (w - tl.load(start_ptr + at, mask=live, other=0.0))
+    if MEMORY:
+        d -= tl.load(memory_ptr + n * ROW + at, mask=live, other=0.0)
+    if MASK:
+        d *= tl.load(mask_ptr + at, mask=live, other=0.0)
+    return w - tl.load(rate_ptr + n) * d
+
+
+@triton.jit
+def step(
+    w_ptr,
+    g_ptr,
+    D,
+    rate_ptr,
+    gain_ptr,
+    pull_ptr,
+    prox_ptr,
+    start_ptr,
+    shift_ptr,
+    memory_ptr,
+    mask_ptr,
+    ROW,
+    PULL: tl.constexpr,
+    PROX: tl.constexpr,
+    SHIFT: tl.constexpr,
     MEMORY: tl.constexpr,
     MASK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """w[n] -= rate[n] (own g[n] + shift + prox (w[n] - start) - memory[n]) mask, in one pass over the weights, whose rows
-    begin every ROW numbers."""
+    """The whole local step of D weights of every client, in one pass."""
     n = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = at < D
-    w = tl.load(w_ptr + n * ROW + at, mask=live)
-    d = tl.load(own_ptr) * tl.load(g_ptr + n * ROW + at, mask=live)
-    if SHIFT:
-        d += tl.load(shift_ptr + at, mask=live)
-    if PROX:
-        d += tl.load(prox_ptr) * (w - tl.load(start_ptr + at, mask=live))
-    if MEMORY:
-        d -= tl.load(memory_ptr + n * D + at, mask=live)
-    if MASK:
-        d *= tl.load(mask_ptr + at, mask=live)
-    tl.store(w_ptr + n * ROW + at, w - tl.load(rate_ptr + n) * d, mask=live)
+    w = tl.load(w_ptr + n * ROW + at, mask=live, other=0.0)
+    g = tl.load(g_ptr + n * ROW + at, mask=live, other=0.0)
+    new = moved(
+        w, g, n, at, live, rate_ptr, gain_ptr, pull_ptr, prox_ptr, start_ptr, shift_ptr, memory_ptr, mask_ptr,
+        ROW, PULL, PROX, SHIFT, MEMORY, MASK,
+    )  # fmt: skip
+    tl.store(w_ptr + n * ROW + at, new, mask=live)
+
+
+@triton.jit
+def step_along_product(
+    w_ptr,
+    dy_ptr,
+    x_ptr,
+    B,
+    O,
+    I,
+    rate_ptr,
+    gain_ptr,
+    pull_ptr,
+    prox_ptr,
+    start_ptr,
+    shift_ptr,
+    memory_ptr,
+    mask_ptr,
+    ROW,
+    PULL: tl.constexpr,
+    PROX: tl.constexpr,
+    SHIFT: tl.constexpr,
+    MEMORY: tl.constexpr,
+    MASK: tl.constexpr,
+    BB: tl.constexpr,
+    BO: tl.constexpr,
+    BI: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The whole local step of a linear layer's weights (O, I) of every client, with its gradient Σ_b dy[n, b, o] x[n, b, i], which
+    is not stored."""
+    n = tl.program_id(2).to(tl.int64)
+    o = tl.program_id(1) * BO + tl.arange(0, BO)
+    i = tl.program_id(0) * BI + tl.arange(0, BI)
+    dy_ptr += n * B * O
+    x_ptr += n * B * I
+    g = tl.zeros((BO, BI), dtype=tl.float32)
+    for b0 in range(0, B, BB):
+        b = b0 + tl.arange(0, BB)
+        dy = tl.load(dy_ptr + (b * O)[None, :] + o[:, None], mask=(b < B)[None, :] & (o < O)[:, None], other=0.0)
+        x = tl.load(x_ptr + (b * I)[:, None] + i[None, :], mask=(b < B)[:, None] & (i < I)[None, :], other=0.0)
+        g = tl.dot(dy.to(tl.float32), x.to(tl.float32), g, input_precision=PRECISION)
+    at = o[:, None] * I + i[None, :]
+    live = (o < O)[:, None] & (i < I)[None, :]
+    w = tl.load(w_ptr + n * ROW + at, mask=live, other=0.0)
+    new = moved(
+        w, g, n, at, live, rate_ptr, gain_ptr, pull_ptr, prox_ptr, start_ptr, shift_ptr, memory_ptr, mask_ptr,
+        ROW, PULL, PROX, SHIFT, MEMORY, MASK,
+    )  # fmt: skip
+    tl.store(w_ptr + n * ROW + at, new, mask=live)
+
+
+@triton.jit
+def squares(g_ptr, out_ptr, D, ROW, COUNT, BLOCK: tl.constexpr):
+    """out[n, block] = Σ g[n]² over a block of D numbers. Rows of g begin every ROW numbers, those of out every COUNT."""
+    n = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    g = tl.load(g_ptr + n * ROW + at, mask=at < D, other=0.0)
+    tl.store(out_ptr + n * COUNT + tl.program_id(0), tl.sum(g * g, 0))
+
+
+@triton.jit
+def cross_entropy(z_ptr, y_ptr, scale_ptr, dy_ptr, loss_ptr, B, C, BB: tl.constexpr, BC: tl.constexpr):
+    """The weighted loss of a block of client n's samples, loss[n, block], and its gradient dy[n, b, c] by the outputs z."""
+    n = tl.program_id(0).to(tl.int64)
+    b = tl.program_id(1) * BB + tl.arange(0, BB)
+    c = tl.arange(0, BC)
+    live = (b < B)[:, None] & (c < C)[None, :]
+    at = (n * B + b)[:, None] * C + c[None, :]
+    z = tl.where((c < C)[None, :], tl.load(z_ptr + at, mask=live, other=0.0).to(tl.float32), float("-inf"))
+    z -= tl.max(z, 1)[:, None]
+    e = tl.exp(z)
+    total = tl.sum(e, 1)
+    true = c[None, :] == tl.load(y_ptr + n * B + b, mask=b < B, other=0)[:, None]
+    scale = tl.load(scale_ptr + n * B + b, mask=b < B, other=0.0)
+    losses = tl.log(total) - tl.sum(tl.where(true, z, 0.0), 1)
+    tl.store(loss_ptr + n * tl.num_programs(1) + tl.program_id(1), tl.sum(losses * scale, 0))
+    tl.store(dy_ptr + at, (e / total[:, None] - tl.where(true, 1.0, 0.0)) * scale[:, None], mask=live)

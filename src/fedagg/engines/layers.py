@@ -53,6 +53,7 @@ class Linear:
     def __init__(self, w: Tensor, b: Tensor | None, dw: Tensor, db: Tensor | None, half: bool) -> None:
         self.w, self.b, self.dw, self.db, self.half = w, b, dw, db, half
         self.step: Tensor | None = None  # (n, 1, 1): step along the gradient instead of storing it
+        self.holds = False  # is the gradient left to whoever reads its factors, x and dy?
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() == 2:  # flat samples, not yet in rows by client
@@ -80,19 +81,22 @@ class Linear:
             return self.backward(dy.flatten(1, 2), need).reshape(*dy.shape[:3], -1)
         if self.db is not None:
             torch.sum(dy, 1, out=self.db)
+        if self.holds:
+            self.dy = dy
         if self.half:
             short = dy.bfloat16()
-            self.dw.copy_(torch.bmm(short.transpose(1, 2), self.x.bfloat16()))
+            if not self.holds:
+                self.dw.copy_(torch.bmm(short.transpose(1, 2), self.x.bfloat16()))
             return torch.bmm(short, self.w.bfloat16()).float() if need else dy
+        dx = torch.bmm(dy, self.w) if need else dy
         if self.step is not None:
-            dx = torch.bmm(dy, self.w) if need else dy
             self.w.baddbmm_((dy * -self.step).transpose(1, 2), self.x)
-            return dx
-        if dy.is_cpu and not self.dw.is_contiguous():  # the fast product of many small matrices needs contiguous output
+        elif dy.is_cpu and not self.dw.is_contiguous() and not self.holds:
+            # The fast product of many small matrices needs contiguous output.
             self.dw.copy_(torch.bmm(dy.transpose(1, 2), self.x))
-        else:
+        elif not self.holds:
             torch.bmm(dy.transpose(1, 2), self.x, out=self.dw)
-        return torch.bmm(dy, self.w) if need else dy
+        return dx
 
 
 class Conv:

@@ -148,16 +148,36 @@ class Recurrent:
                     gate += torch.bmm(states[at].bfloat16(), turned)
                 else:
                     gate.baddbmm_(states[at], turned)
-                i, f, g, o = gate.chunk(4, -1)
-                gate[..., : 2 * self.hidden].sigmoid_()
-                g.tanh_()
-                o.sigmoid_()
-                torch.mul(f, cells[at], out=cells[at + 1]).addcmul_(i, g)
-                torch.tanh(cells[at + 1], out=tanhs[at])
-                torch.mul(o, tanhs[at], out=states[at + 1])
+                self.cell(gate, cells[at], cells[at + 1], tanhs[at], states[at + 1])
             self.kept.append((x, gates, cells, states, tanhs))
             x = states[1:]
         return x.permute(1, 2, 0, 3)
+
+    def cell(self, gate: Tensor, before: Tensor, after: Tensor, tanh: Tensor, state: Tensor) -> None:
+        """One step, to the cell after it, its tanh, and the state. The gates' sums are replaced by the gates."""
+        i, f, g, o = gate.chunk(4, -1)
+        gate[..., : 2 * self.hidden].sigmoid_()
+        g.tanh_()
+        o.sigmoid_()
+        torch.mul(f, before, out=after).addcmul_(i, g)
+        torch.tanh(after, out=tanh)
+        torch.mul(o, tanh, out=state)
+
+    def cell_gradient(self, gate: Tensor, before: Tensor, tanh: Tensor, dy: Tensor, back: Tensor, flow: Tensor) -> None:
+        """One step back. The gates are replaced by the gradient of their sums, and `flow`, the gradient of the cell after the step,
+        by that of the cell before it. `back` is the gradient of the state from the next step, `dy` from the layer above."""
+        i, f, g, o = gate.chunk(4, -1)
+        room = torch.empty_like(gate)
+        slots, both = room.chunk(4, -1), room[..., : 2 * self.hidden]
+        back = back + dy
+        flow += aten.tanh_backward(back * o, tanh)
+        for part, other, into in zip((flow, flow, flow, back), (g, before, i, tanh), slots, strict=True):
+            torch.mul(part, other, out=into)
+        flow *= f
+        # Through the gates' functions.
+        aten.sigmoid_backward.grad_input(both, gate[..., : 2 * self.hidden], grad_input=gate[..., : 2 * self.hidden])
+        aten.tanh_backward.grad_input(slots[2], g, grad_input=g)
+        aten.sigmoid_backward.grad_input(slots[3], o, grad_input=o)
 
     def backward(self, dy: Tensor, need: bool) -> Tensor:
         dy = dy.permute(2, 0, 1, 3)
@@ -166,21 +186,9 @@ class Recurrent:
             x, gates, cells, states, tanhs = self.kept.pop()
             flow, back = torch.zeros_like(cells[0]), torch.zeros_like(cells[0])  # gradients of cell and state, from the next step
             turned = u.bfloat16() if self.half else u
-            room = torch.empty_like(gates[0])
-            slots, both = room.chunk(4, -1), room[..., : 2 * self.hidden]
             for at in reversed(range(len(x))):
-                gate, tanh = gates[at], tanhs[at]
-                i, f, g, o = gate.chunk(4, -1)
-                back += dy[at]
-                flow += aten.tanh_backward(back * o, tanh)
-                for part, other, into in zip((flow, flow, flow, back), (g, cells[at], i, tanh), slots, strict=True):
-                    torch.mul(part, other, out=into)
-                flow *= f
-                # Through the gates' functions; this overwrites the gates with their gradient.
-                aten.sigmoid_backward.grad_input(both, gate[..., : 2 * self.hidden], grad_input=gate[..., : 2 * self.hidden])
-                aten.tanh_backward.grad_input(slots[2], g, grad_input=g)
-                aten.sigmoid_backward.grad_input(slots[3], o, grad_input=o)
-                back = product(gate, turned, self.half)
+                self.cell_gradient(gates[at], cells[at], tanhs[at], dy[at], back, flow)
+                back = product(gates[at], turned, self.half)
             gradient = by_client(gates)
             du.copy_(product(gradient.mT, by_client(states[:-1]), self.half))
             dw.copy_(product(gradient.mT, by_client(x), self.half))

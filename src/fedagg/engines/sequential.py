@@ -127,7 +127,7 @@ class MiniBatch:
             space.layout.restore(statistics, dict(space.module.named_buffers()))
         if not again:  # the client reports the first loss and gradient
             self.called, self.loss, self.first = True, loss, space.g.clone() if self.work.trace else space.g
-        return self.stepper.gradient(self.stepper.shorten(space.g), space.w)
+        return self.stepper.gradient(space.g, space.w)
 
     @torch.enable_grad()
     def backward(self) -> Tensor:

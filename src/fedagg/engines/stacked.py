@@ -38,6 +38,10 @@ from fedagg.engines.sequence import GELU, Attention, Embed, LastOne, LayerNorm, 
 from fedagg.models.text import LSTM, CausalAttention, Last, Positions
 from fedagg.work import cross_entropy
 
+HELD_FROM = 1 << 16  # weights of a linear layer
+WIDEST = 1024  # classes in one block of the loss
+HELD_TO = 128  # samples of a batch: with more, libraries are better at their product
+
 
 def supported(setting: Setting) -> bool:
     """Is the network made of layers that are written out?"""
@@ -63,9 +67,9 @@ class StackedNetwork:
     """n copies of a network: weights `w` (n, d), gradients `g` (n, d). `gradient` computes `g` from `w`."""
 
     def __init__(self, setting: Setting, n: int, conv: str = "loop") -> None:
-        self.setting, self.n = setting, n
+        self.setting, self.n, self.fused = setting, n, conv == "fused"
         # Between layers: our kernels gain as much from moving half the bytes as from faster products.
-        self.dtype = torch.bfloat16 if setting.half and conv == "fused" else torch.float32
+        self.dtype = torch.bfloat16 if setting.half and self.fused else torch.float32
         layout, device = setting.layout, setting.device
         # Its own generator if several threads may draw at once; a captured graph needs torch's.
         self.generator: torch.Generator | None = torch.Generator() if device.type == "cpu" else None
@@ -88,7 +92,7 @@ class StackedNetwork:
             place = made[node] = Place(layer, sources, any(source is not None and source.back for source in sources))
             self.places.append(place)
             self.named[node.name] = place
-        self.pair_up(fused=conv == "fused")
+        self.pair_up()
         layers = [place.layer for place in self.places]
         self.norms = [layer for layer in layers if isinstance(layer, BatchNorm)]
         # A single client's linear layer on a CPU is limited by memory. Stepping while its gradient is computed saves two passes.
@@ -98,6 +102,16 @@ class StackedNetwork:
         self.rest = (
             [(w.flatten(1), grads[name].flatten(1)) for name, w in weights.items() if w.data_ptr() not in stepped] if alone else []
         )
+
+    def hold(self, batch: int) -> list[Linear]:
+        """Have large linear layers hold back the gradient of their weights for batches of this size, and return them. Not in texts,
+        where all positions of a batch are summed."""
+        rows = self.setting.x.is_floating_point() and self.setting.x.dim() in (2, 4) and batch <= HELD_TO
+        layers = [place.layer for place in self.places if isinstance(place.layer, Linear)] if rows else []
+        held = [layer for layer in layers if layer.w[0].numel() >= HELD_FROM]
+        for layer in held:
+            layer.holds = True
+        return held
 
     def layer(self, module: nn.Module, name: str, w: dict[str, Tensor], g: dict[str, Tensor], conv: str) -> Layer | None:
         if isinstance(module, nn.Linear | nn.Conv2d):
@@ -144,7 +158,7 @@ class StackedNetwork:
             return Dropout(module.p, self.generator) if module.p else None
         return None
 
-    def pair_up(self, fused: bool) -> None:
+    def pair_up(self) -> None:
         """Swap ReLU and max pooling, which gives the same result: after pooling only a quarter is left to rectify. If there are
         kernels for several layers at once, use them."""
         count = users(self.places)
@@ -152,7 +166,7 @@ class StackedNetwork:
             here = then.sources[0]
             if here is not None and count[here] == 1 and isinstance(here.layer, ReLU) and isinstance(then.layer, MaxPool):
                 here.layer, then.layer = then.layer, here.layer
-        if fused:
+        if self.fused:
             from fedagg.engines.fused import fuse
 
             fuse(self.places)
@@ -225,7 +239,12 @@ class StackedNetwork:
 
     def loss(self, output: Tensor, y: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of every client, and its gradient with respect to the outputs; written out for cross-entropy."""
-        if self.setting.loss is cross_entropy and output.dim() == 3:
+        written = self.setting.loss is cross_entropy and output.dim() == 3
+        if written and self.fused and output.shape[2] <= WIDEST:
+            from fedagg.engines.fused import softmax_loss
+
+            return softmax_loss(output, y, scale)
+        if written:
             logp = output.transpose(1, 2).log_softmax(1)
             target = y.view(len(scale), 1, -1)
             losses = -logp.gather(1, target).squeeze(1)
