@@ -144,17 +144,17 @@ class FusedConvolution:
         return [(side + 2 * self.padding - w.shape[-1]) // self.stride + 1 for side in x.shape[2:]]
 
     def forward(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        return self.given(x, w, b, self.sides(x, w))[0]
+        return self.output(x, w, b, self.sides(x, w))[0]
 
-    def given(self, x: Tensor, w: Tensor, b: Tensor | None, sides: Sequence[int], pool: bool = False) -> tuple[Tensor, Tensor]:
+    def output(self, x: Tensor, w: Tensor, b: Tensor | None, sides: Sequence[int], pool: bool = False) -> tuple[Tensor, Tensor]:
         filters, self.back = turned(w, x.dtype)
         return self.convolve(x, filters, b, self.padding, sides, stride=self.stride, pool=pool)
 
     def input_gradient(self, x: Tensor, dy: Tensor, w: Tensor) -> Tensor:
         return self.convolve(dy, self.back, None, w.shape[-1] - 1 - self.padding, x.shape[2:], spread=self.stride)[0]
 
-    def weight_gradient(self, x: Tensor, dy: Tensor, dw: Tensor, db: Tensor | None, first: Tensor | None = None) -> None:
-        """`first` is dy in channels-first memory, if it is there already, with its sums in `db`."""
+    def weight_gradient(self, x: Tensor, dy: Tensor, dw: Tensor, db: Tensor | None, turned: Tensor | None = None) -> None:
+        """`turned` is dy in channels-first memory, if it is there already, with its sums in `db`."""
         n, outputs, channels, k, _ = dw.shape
         images, _, ho, wo = dy.shape
         m, depth = images // n * ho * wo, k * k * channels
@@ -178,9 +178,9 @@ class FusedConvolution:
                 torch.sum(dy.permute(0, 2, 3, 1).reshape(n, -1, outputs), 1, dtype=db.dtype, out=db)
         else:
             patches = unrolled(x, k, self.padding, wo, self.stride)
-            first = unrolled(dy, 1, 0, wo, sums=db) if first is None else first
+            turned = unrolled(dy, 1, 0, wo, sums=db) if turned is None else turned
             kernels.weight_gradient[grid](
-                patches, first, out, m, span, n, out.stride(0), C=channels, O=outputs, K=k,
+                patches, turned, out, m, span, n, out.stride(0), C=channels, O=outputs, K=k,
                 STRIDE=self.stride, PIXELS=ho * wo, WO=wo, PLANE=patches[0, 0, 0].numel(), PRECISION=precision(), **tile,
             )  # fmt: skip
         if splits > 1:
@@ -308,12 +308,15 @@ class FusedPool:
     def backward(self, dy: Tensor, need: bool) -> Tensor:
         if not need:
             return dy
-        _images, channels, height, width = self.shape
-        dx = torch.empty(self.shape, device=dy.device, dtype=dy.dtype, memory_format=torch.channels_last)
-        kernels.unpool[(triton.cdiv(dx.numel(), 1024),)](
-            packed(dy), self.where, dx, dx.numel(), height, width, height // 2, width // 2, channels, BLOCK=1024
-        )
-        return dx
+        return unpooled(packed(dy), self.where, self.shape[2:])
+
+
+def unpooled(dy: Tensor, where: Tensor, sides: Sequence[int]) -> Tensor:
+    """The gradient of the images that were pooled by 2×2, from that of the result."""
+    images, channels, high, wide = dy.shape
+    dx = torch.empty(images, channels, *sides, device=dy.device, dtype=dy.dtype, memory_format=torch.channels_last)
+    kernels.unpool[(triton.cdiv(dx.numel(), 1024),)](dy, where, dx, dx.numel(), *sides, high, wide, channels, BLOCK=1024)
+    return dx
 
 
 class ConvPool(Conv):
@@ -327,28 +330,25 @@ class ConvPool(Conv):
 
     def forward(self, x: Tensor) -> Tensor:
         self.x, self.full = x, self.kernel.sides(x, self.w)
-        y, self.where = self.kernel.given(x, self.w, self.b, [side // 2 for side in self.full], pool=True)
+        y, self.where = self.kernel.output(x, self.w, self.b, [side // 2 for side in self.full], pool=True)
         return y
 
     def backward(self, dy: Tensor, need: bool, onto: Tensor | None = None) -> Tensor:
-        dy = packed(dy)
+        dy, area = packed(dy), self.full[0] * self.full[1]
         images, channels, high, wide = dy.shape
-        full = torch.empty(images, channels, *self.full, device=dy.device, dtype=dy.dtype, memory_format=torch.channels_last)
-        if self.kernel.by_rows(self.x, self.full[0] * self.full[1]):
-            kernels.unpool[(triton.cdiv(full.numel(), 1024),)](
-                dy, self.where, full, full.numel(), *self.full, high, wide, channels, BLOCK=1024
-            )
+        if self.kernel.by_rows(self.x, area):
+            full = unpooled(dy, self.where, self.full)
             self.kernel.weight_gradient(self.x, full, self.dw, self.db)
         else:
-            area = self.full[0] * self.full[1]
             tile: dict[str, Any] = {"BP": min(128, triton.next_power_of_2(area)), "BC": min(32, triton.next_power_of_2(channels))}
             grid = (images * triton.cdiv(area, tile["BP"]), triton.cdiv(channels, tile["BC"]))
-            first = torch.empty(images, channels, *self.full, device=dy.device, dtype=dy.dtype)
+            turned = torch.empty(images, channels, *self.full, device=dy.device, dtype=dy.dtype)
+            full = torch.empty_like(turned, memory_format=torch.channels_last)
             sums = torch.empty(grid[0], channels, device=dy.device)
-            kernels.unpool_turned[grid](dy, self.where, full, first, sums, *self.full, high, wide, channels, BOTH=need, **tile)
+            kernels.unpool_turned[grid](dy, self.where, full, turned, sums, *self.full, high, wide, channels, BOTH=need, **tile)
             if self.db is not None:
                 torch.sum(sums.view(len(self.db), -1, channels), 1, out=self.db)
-            self.kernel.weight_gradient(self.x, full, self.dw, self.db, first)
+            self.kernel.weight_gradient(self.x, full, self.dw, self.db, turned)
         return self.kernel.input_gradient(self.x, full, self.w) if need else dy
 
 
