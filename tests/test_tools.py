@@ -51,7 +51,7 @@ def test_the_gpu_check_in_the_interpreter(
     assert gpu.main(["--interpret", "--seed", "1"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert all(line.startswith("step") for line in lines[2:30])
-    assert not any("FAILED" in line for line in lines[2:8])
+    assert not any("FAILED" in line for line in lines[2:30])
     assert lines[30].startswith("kernels launched: 3 of ")
     assert "not conv" in lines[30]
     assert lines[30].endswith("FAILED")

@@ -21,6 +21,7 @@ from fedagg.engines.layers import BatchNorm, Concatenate, Conv, Linear, MaxPool,
 from fedagg.engines.sequence import Recurrent
 
 WIDEST = 11  # largest window: its pixels are numbered in a byte
+MOST_CLASSES = 1024  # of the loss: they are in one block
 
 
 def precision() -> str:
@@ -52,19 +53,16 @@ def fuse(places: list[Place]) -> None:
             source.layer = FusedPool()
             merge(places, place, source)
             count[source] = count[place]
-            if below is not None and count[below] == 1 and isinstance(below.layer, FusedNorm) and below.layer.then == 0:
+            if below is None or count[below] > 1:
+                continue
+            if isinstance(below.layer, FusedNorm) and below.layer.then == 0:
                 below.layer.then = 2
-                merge(places, source, below)
-                count[below] = count[source]
-            elif (
-                below is not None
-                and count[below] == 1
-                and isinstance(below.layer, Conv)
-                and isinstance(below.layer.kernel, FusedConvolution)
-            ):
+            elif isinstance(below.layer, Conv) and isinstance(below.layer.kernel, FusedConvolution):
                 below.layer = ConvPool(below.layer)
-                merge(places, source, below)
-                count[below] = count[source]
+            else:
+                continue
+            merge(places, source, below)
+            count[below] = count[source]
     grow(places)
     for place in places:
         if isinstance(place.layer, MaxPool) and place.layer.square and place.layer.options[0][0] <= WIDEST:
@@ -579,7 +577,7 @@ def softmax_loss(z: Tensor, y: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """The cross-entropy of n clients' outputs z (n, B, classes), weighted, (n,), and its gradient by z."""
     n, batch, classes = z.shape
     wide = triton.next_power_of_2(classes)
-    tile: dict[str, Any] = {"BB": max(1, min(triton.next_power_of_2(batch), 1024 // wide)), "BC": wide}
+    tile: dict[str, Any] = {"BB": max(1, min(triton.next_power_of_2(batch), MOST_CLASSES // wide)), "BC": wide}
     grid = (n, triton.cdiv(batch, tile["BB"]))
     dy, loss = torch.empty(z.shape, device=z.device), torch.empty(grid, device=z.device)
     kernels.cross_entropy[grid](z.contiguous(), y, scale.contiguous(), dy, loss, batch, classes, **tile)

@@ -81,20 +81,17 @@ class Linear:
             return self.backward(dy.flatten(1, 2), need).reshape(*dy.shape[:3], -1)
         if self.db is not None:
             torch.sum(dy, 1, out=self.db)
+        short = dy.bfloat16() if self.half else dy
+        dx = torch.bmm(short, self.w.to(short.dtype)).to(dy.dtype) if need else dy
         if self.holds:
             self.dy = dy
-        if self.half:
-            short = dy.bfloat16()
-            if not self.holds:
-                self.dw.copy_(torch.bmm(short.transpose(1, 2), self.x.bfloat16()))
-            return torch.bmm(short, self.w.bfloat16()).float() if need else dy
-        dx = torch.bmm(dy, self.w) if need else dy
-        if self.step is not None:
+        elif self.half:
+            self.dw.copy_(torch.bmm(short.transpose(1, 2), self.x.bfloat16()))
+        elif self.step is not None:
             self.w.baddbmm_((dy * -self.step).transpose(1, 2), self.x)
-        elif dy.is_cpu and not self.dw.is_contiguous() and not self.holds:
-            # The fast product of many small matrices needs contiguous output.
+        elif dy.is_cpu and not self.dw.is_contiguous():  # the fast product of many small matrices needs contiguous output
             self.dw.copy_(torch.bmm(dy.transpose(1, 2), self.x))
-        elif not self.holds:
+        else:
             torch.bmm(dy.transpose(1, 2), self.x, out=self.dw)
         return dx
 
