@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import signal
@@ -340,6 +341,28 @@ def test_stragglers_stop_early_in_every_form() -> None:
     assert (joined(expected)["rates"][0] == torch.tensor([0.1, 0.0, 0.0])).all()
     for engine in forms(setting).values():
         assert_same(list(engine.run(model, work, jobs, None)), expected)
+
+
+def test_clients_that_are_finished_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting, seen = make_setting(flat(), (8,), ClientOptions(epochs=2, batch_size=4)), list[int]()
+    gradient = stacked.StackedNetwork.gradient
+
+    def counted(self: stacked.StackedNetwork, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+        seen.append(len(scale))
+        return gradient(self, x, y, scale)
+
+    monkeypatch.setattr(stacked.StackedNetwork, "gradient", counted)
+    jobs, work = job_list(2, (5, 1, 19, 2, 9, 3)), Work(rate=torch.full((2,), 0.1, dtype=torch.float64))
+    jobs[2] = dataclasses.replace(jobs[2], epochs=1)  # the largest is a straggler
+    engine = Batched(setting, stacked.StackedNetwork)
+    model = setting.layout.pack(setting.module)
+    assert_same(list(engine.run(model, work, jobs, None)), list(Sequential(setting).run(model, work, jobs, None)))
+    # Sorted by size they make 5, 3, 2, 1, 1 and 1 steps; there are stages for 6, 4, 2 and 1. In the second epoch the first pauses.
+    assert seen == [6, 4, 2, 1, 1] + [6, 4, 2, 1, 1]
+    seen.clear()
+    engine.most = 17  # less memory than the smaller stages need
+    list(engine.run(model, work, jobs, None))
+    assert seen == [6] * 10
 
 
 @pytest.mark.parametrize(("make", "head"), [(chain, "10"), (normed, "10"), (branched, "last.4"), (odd, "last")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -90,6 +91,13 @@ class Stepper:
         self.m = torch.zeros_like(like) if local.momentum or local.optimizer == "adam" else None
         self.v = torch.zeros_like(like) if local.optimizer == "adam" else None
         self.count = torch.zeros(*like.shape[:-1], 1, device=like.device)
+
+    def first(self, n: int) -> Stepper:
+        """The same for the first n clients of the stack, on the same memory."""
+        part = copy.copy(self)
+        part.norm, part.count = self.norm[:n], self.count[:n]
+        part.m, part.v = (None if rows is None else rows[:n] for rows in (self.m, self.v))
+        return part
 
     @property
     def limits(self) -> bool:

@@ -1,13 +1,15 @@
 """All clients of a round at once: their weights are the rows of one matrix, and a step moves every row.
 
 The engine handles the schedule (which client makes which step on which samples), the update and the bookkeeping; a network form
-(`stacked`, `vmapped`) turns rows of weights into rows of gradients. Clients with fewer samples or epochs pause while others
-continue: their rate is zero and their samples weigh nothing. On CUDA the step is captured once as a graph that reads its batch
-through a cursor on the device, and a round only replays it.
+(`stacked`, `vmapped`) turns rows of weights into rows of gradients. The client with most samples comes first. Clients with fewer
+samples or epochs pause while others continue: their rate is zero and their samples weigh nothing. When a third of the rows pause,
+those at the front go on alone. On CUDA the step is captured once as a graph that reads its batch through a cursor on the device,
+and a round only replays it.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import warnings
@@ -27,12 +29,13 @@ from fedagg.engines.sequential import Sequential
 from fedagg.engines.vmapped import VmappedNetwork
 from fedagg.errors import FedaggWarning, SettingError
 from fedagg.flat import Model, Workspace, copy_module
-from fedagg.work import Chunk, Client, Job, LocalStep, Memory, State, Work
+from fedagg.work import Chunk, Client, ClientLoss, Job, LocalStep, Memory, State, Work
 
 if TYPE_CHECKING:
     from fedagg.engines.fused import FusedStep
 
 WITHIN = 1e-2  # relative error: rounding stays below it, real differences exceed it
+SCHEDULED = 64  # steps that there is room for at least: a larger client would need a new stage
 NUDGE = 1e-6  # in deep networks rounding may exceed that, so the effect of so small a change of the weights counts as rounding too
 
 
@@ -45,6 +48,10 @@ class Network(Protocol):
     generator: torch.Generator | None  # for dropout; if None, torch's own is used
 
     def gradient(self, x: Tensor, y: Tensor, scale: Tensor) -> Tensor: ...
+
+    def first(self, n: int) -> Network:
+        """The first n copies as a network, on the same memory."""
+        ...
 
 
 @runtime_checkable
@@ -89,6 +96,16 @@ class Shape:
 
 
 @dataclass
+class OwnWay:
+    """A method's own loss and step, and what its clients know."""
+
+    client: Client
+    loss: ClientLoss | None = None
+    step: LocalStep | None = None
+    state: State = field(default_factory=dict)
+
+
+@dataclass
 class Stage:
     """The persistent tensors of one shape: a network, the schedule, and the terms of the update."""
 
@@ -114,9 +131,13 @@ class Stage:
         # Rows as far apart as those of the weights: on a GPU they begin at multiples of 16 bytes.
         self.memory = torch.zeros(n, self.network.w.stride(0), device=device)[:, :d] if self.shape.memory else None
         self.mean = torch.zeros(n, d, device=device) if self.shape.trace else None
-        self.local_step: LocalStep | None = None
-        self.state: State = {}
+        self.own_way = OwnWay(Client(self.start))
         self.stepper = Stepper(self.setting.local, self.network.w, float(self.shape.clip))
+        self.parts: dict[int, Stage] = {}
+        self.choose_forms()
+
+    def choose_forms(self) -> None:
+        """How the step is made, with fewest passes over the weights."""
         plain = self.stepper.m is None and not self.shape.step
         bare = plain and not self.stepper.limits and not self.setting.local.weight_decay
         terms = (self.shape.shift, self.shape.prox, self.shape.memory, self.shape.mask)
@@ -125,11 +146,28 @@ class Stage:
         if plain and self.network.w.is_cuda and has_triton():
             from fedagg.engines.fused import FusedStep  # needs Triton
 
-            held = self.network.hold(batch) if isinstance(self.network, Holding) and not self.shape.trace else []
+            held = self.network.hold(self.shape.batch) if isinstance(self.network, Holding) and not self.shape.trace else []
             self.fused_step = FusedStep(self.network.w, self.network.g, held)
         # Terms that do not depend on the client's position may be applied after a step along the gradient.
         follows = bare and not (self.shape.prox or self.shape.mask or self.shape.trace)
         self.descending = self.network if follows and isinstance(self.network, Descending) and self.network.linear else None
+
+    def first(self, n: int) -> Stage:
+        """The first n clients alone, on the same memory: the others do not make this step."""
+        if n == self.shape.n:
+            return self
+        if n not in self.parts:
+            part = self.parts[n] = copy.copy(self)
+            part.shape, part.network, part.stepper = replace(self.shape, n=n), self.network.first(n), self.stepper.first(n)
+            part.x = self.x[: n * self.shape.batch]
+            part.rate, part.loss, part.own = self.rate[:n], self.loss[:n], self.own[:n]
+            part.order, part.scale = self.order[:, :n], self.scale[:, :n]
+            part.drawn = None if self.drawn is None else self.drawn[:, :n]
+            part.memory, part.mean = (None if rows is None else rows[:n] for rows in (self.memory, self.mean))
+            part.choose_forms()
+            if self.graph is not None:
+                part.capture(beside=self.graph)
+        return self.parts[n]
 
     def begin(self, model: Model, work: Work, own: Tensor | None, schedule: Callable[[Callable[[Job], Tensor]], Tensor]) -> None:
         """Set every client to the model, before the first step; `own` is what they remember, `schedule` is `by_step`."""
@@ -150,9 +188,8 @@ class Stage:
             self.stepper.limit.fill_(work.clip)
         self.network.w.copy_(model.w.expand(self.shape.n, -1))
         self.network.buffers.copy_(model.buffers.expand(self.shape.n, -1))
-        self.client, self.local_step, self.state = Client(model.w, own), work.step, {}
-        if isinstance(self.network, VmappedNetwork):
-            self.network.own, self.network.client = work.loss, self.client
+        way = self.own_way  # one object for this stage and its parts
+        way.client, way.loss, way.step, way.state = Client(model.w, own), work.loss, work.step, {}
         for term, given in ((self.start, model.w if work.prox else None), (self.memory, own), (self.mask, work.mask)):
             if term is not None and given is not None:
                 term.copy_(given)
@@ -170,8 +207,11 @@ class Stage:
             self.loss += self.descend(self.descending, x, y, scale)
             self.cursor += 1
             return
-        if self.local_step is not None:
-            self.walk(self.local_step, x, y, scale)
+        client = self.present() if self.shape.loss or self.shape.step else None
+        if isinstance(self.network, VmappedNetwork):
+            self.network.own, self.network.client = self.own_way.loss, client
+        if client is not None and self.own_way.step is not None:
+            self.walk(self.own_way.step, client, x, y, scale)
             self.cursor += 1
             return
         self.loss += self.network.gradient(x, y, scale)
@@ -187,7 +227,13 @@ class Stage:
             self.update(active)
         self.cursor += 1
 
-    def walk(self, step: LocalStep, x: Tensor, y: Tensor, scale: Tensor) -> None:
+    def present(self) -> Client:
+        """What the clients of this stage know."""
+        client, n = self.own_way.client, self.shape.n
+        memory, steps = (None if rows is None else rows[:n] for rows in (client.memory, client.steps))
+        return replace(client, memory=memory, steps=steps, shift=self.shift)
+
+    def walk(self, step: LocalStep, client: Client, x: Tensor, y: Tensor, scale: Tensor) -> None:
         """Make the method's own step. Paused clients and masked weights do not move."""
         network, active, called = self.network, scale[:, :1] > 0, False
         before = network.w.clone()
@@ -197,7 +243,7 @@ class Stage:
             network.w.copy_(at)
             statistics = network.buffers.clone()
             loss = network.gradient(x, y, scale)
-            self.client.loss = loss[:, None].clone()
+            client.loss = loss[:, None].clone()
             if called:  # a second gradient on the batch must not change statistics
                 network.buffers.copy_(statistics)
             else:  # clients report the first loss and gradient
@@ -207,13 +253,15 @@ class Stage:
                     self.mean.add_(network.g)
             return self.stepper.gradient(network.g, network.w).clone()
 
-        self.client.shift = self.shift
-        w, state = step(self.client, before, gradient, self.rate, dict(self.state))
+        n, kept = self.shape.n, self.own_way.state
+        w, state = step(client, before, gradient, self.rate, {name: value[:n] for name, value in kept.items()})
         moves = active if self.mask is None else active & (self.mask > 0)
         network.w.copy_(torch.where(moves, w, before))
         for name, value in state.items():
-            kept = self.state.get(name)
-            self.state[name] = value if kept is None else torch.where(active.view(-1, *[1] * (value.dim() - 1)), value, kept)
+            if name in kept:
+                value = torch.where(active.view(-1, *[1] * (value.dim() - 1)), value, kept[name][:n])
+                value = torch.cat((value, kept[name][n:]))
+            kept[name] = value
 
     def descend(self, network: Descending, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
         rate = self.rate * (scale[:, :1] > 0)
@@ -241,8 +289,9 @@ class Stage:
             d = d * self.mask
         w.addcmul_(d, self.rate * active, value=-1.0)
 
-    def capture(self) -> None:
-        """Record the step as a CUDA graph. The warm-up steps may use any values: everything is set again afterwards."""
+    def capture(self, beside: torch.cuda.CUDAGraph | None = None) -> None:
+        """Record the step as a CUDA graph, in the memory of another one that is never replayed at the same time. The warm-up steps
+        may use any values: everything is set again afterwards."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -252,7 +301,7 @@ class Stage:
         torch.cuda.current_stream().wait_stream(stream)
         self.cursor.zero_()
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, pool=None if beside is None else beside.pool()):
             self.step()
 
 
@@ -375,11 +424,23 @@ class Batched:
         stage = self.stages.get(shape)
         if stage is None or stage.capacity < steps:
             network = VmappedNetwork if shape.loss else self.network
-            stage = Stage(shape, network(self.setting, n), steps, self.setting)
+            stage = Stage(shape, network(self.setting, n), max(2 * steps, SCHEDULED), self.setting)
             if self.capture and not work.custom:
                 stage.capture()
             self.stages = {shape: stage} if self.setting.device.type == "cpu" else {**self.stages, shape: stage}
         return stage
+
+    def rows(self, jobs: list[Job], epoch: int, steps: int) -> list[int]:
+        """How many clients, from the first, go through each step of the epoch: at least up to the last one that makes it. Few
+        different numbers, each of which needs memory: n, two thirds of it, and so on."""
+        n = len(jobs)
+        sizes = [n]
+        while sizes[-1] > 1 and 3 * n <= self.room():
+            sizes.append(2 * sizes[-1] // 3)
+        needed = torch.zeros(steps, dtype=torch.int64)
+        for at, job in enumerate(jobs, start=1):
+            needed[: self.setting.local.steps(len(job.samples)) if epoch < job.epochs else 0] = at
+        return [min(size for size in sizes if size >= least) for least in needed.tolist()]
 
     def train(self, model: Model, work: Work, jobs: list[Job], memory: Memory | None) -> Chunk:
         s, local, device, n = self.setting, self.setting.local, self.setting.device, len(jobs)
@@ -393,6 +454,7 @@ class Batched:
         network = stage.network
         # With batch statistics the short last batch needs a separate shape; all clients of the group share it.
         short = self.stage(work, n, tail, epochs) if self.whole and tail < batch else None
+        stages = [[stage.first(rows) for rows in self.rows(jobs, epoch, per_epoch)] for epoch in range(epochs)]
 
         own = work.memory * memory.read([job.client for job in jobs]).to(device) if work.memory and memory is not None else None
         work = work.of([job.position for job in jobs])
@@ -411,7 +473,7 @@ class Batched:
         gradients = torch.zeros(n, local.epochs, s.layout.d, device=device) if work.trace else None
         path = torch.zeros(n, local.epochs + 1, s.layout.d, device=device) if work.trace else None
         counts = torch.tensor([local.steps(size) for size in sizes], device=device)
-        stage.client.steps = (counts * made)[:, None]
+        stage.own_way.client.steps = (counts * made)[:, None]
         with seeded(network, jobs[0].seed, device):
             for epoch in range(epochs):
                 rates[:, epoch] = work.rates(epoch, network.w, model.w) * (epoch < made)
@@ -419,11 +481,11 @@ class Batched:
                 shift = work.shift(epoch)
                 if stage.shift is not None and shift is not None:
                     stage.shift.copy_(shift)
-                for step in range(per_epoch):
+                for step, part in enumerate(stages[epoch]):
                     if short is not None and step == per_epoch - 1:
                         self.hand_over(stage, short, epoch * per_epoch + step)
                     else:
-                        self.step(stage, tail if step == per_epoch - 1 and min(sizes) == max(sizes) else batch)
+                        self.step(part, tail if step == per_epoch - 1 else batch)
                     if epoch == 0 and step == 0:
                         first = stage.loss.clone()
                 if gradients is not None and path is not None and stage.mean is not None:
@@ -484,9 +546,7 @@ class Batched:
         for here, there in (*pairs, *fixed):
             if here is not None and there is not None:
                 there.copy_(here)
-        short.client, short.local_step, short.state = stage.client, stage.local_step, stage.state
-        if isinstance(short.network, VmappedNetwork) and isinstance(stage.network, VmappedNetwork):
-            short.network.own, short.network.client = stage.network.own, stage.network.client
+        short.own_way = stage.own_way
         if short.graph is not None:
             short.graph.replay()
         else:

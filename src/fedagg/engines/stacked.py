@@ -65,17 +65,21 @@ def make_convolution(form: str, n: int, kernel: int, padding: int, stride: int, 
 class StackedNetwork:
     """n copies of a network: weights `w` (n, d), gradients `g` (n, d). `gradient` computes `g` from `w`."""
 
-    def __init__(self, setting: Setting, n: int, conv: str = "loop") -> None:
-        self.setting, self.n, self.fused = setting, n, conv == "fused"
+    def __init__(self, setting: Setting, n: int, conv: str = "loop", within: StackedNetwork | None = None) -> None:
+        self.setting, self.n, self.conv, self.fused = setting, n, conv, conv == "fused"
         # Between layers: our kernels gain as much from moving half the bytes as from faster products.
         self.dtype = torch.bfloat16 if setting.half and self.fused else torch.float32
         layout, device = setting.layout, setting.device
-        # Its own generator if several threads may draw at once; a captured graph needs torch's.
-        self.generator: torch.Generator | None = torch.Generator() if device.type == "cpu" else None
-        # On a GPU rows begin at multiples of 16 bytes: otherwise products of matrices are up to twice as slow.
-        row = -(-layout.d // 4) * 4 if device.type == "cuda" else layout.d
-        self.w, self.g = (torch.zeros(n, row, device=device)[:, : layout.d] for _ in range(2))
-        self.buffers = torch.zeros(n, layout.b, device=device)
+        self.generator: torch.Generator | None
+        if within is None:
+            # Its own generator if several threads may draw at once; a captured graph needs torch's.
+            self.generator = torch.Generator() if device.type == "cpu" else None
+            # On a GPU rows begin at multiples of 16 bytes: otherwise products of matrices are up to twice as slow.
+            row = -(-layout.d // 4) * 4 if device.type == "cuda" else layout.d
+            self.w, self.g = (torch.zeros(n, row, device=device)[:, : layout.d] for _ in range(2))
+            self.buffers = torch.zeros(n, layout.b, device=device)
+        else:
+            self.generator, self.w, self.g, self.buffers = within.generator, within.w[:n], within.g[:n], within.buffers[:n]
         weights, grads = dict(layout.weights(self.w)), dict(layout.weights(self.g))
         self.places: list[Place] = []
         self.named: dict[str, Place] = {}
@@ -101,6 +105,9 @@ class StackedNetwork:
         self.rest = (
             [(w.flatten(1), grads[name].flatten(1)) for name, w in weights.items() if w.data_ptr() not in stepped] if alone else []
         )
+
+    def first(self, n: int) -> StackedNetwork:
+        return StackedNetwork(self.setting, n, self.conv, within=self)
 
     def hold(self, batch: int) -> list[Linear]:
         """Have large linear layers hold back the gradient of their weights for batches of this size, and return them. Not in texts,

@@ -23,17 +23,22 @@ class VmappedNetwork:
     own: ClientLoss | None = None
     client: Client | None = None
 
-    def __init__(self, setting: Setting, n: int) -> None:
+    def __init__(self, setting: Setting, n: int, within: VmappedNetwork | None = None) -> None:
         self.setting, self.n = setting, n
         self.generator: torch.Generator | None = None
         layout, device = setting.layout, setting.device
-        self.w, self.g = torch.zeros(n, layout.d, device=device), torch.zeros(n, layout.d, device=device)
-        self.buffers = torch.zeros(n, layout.b, device=device)
+        if within is None:
+            self.w, self.g, self.buffers = (torch.zeros(n, wide, device=device) for wide in (layout.d, layout.d, layout.b))
+        else:
+            self.w, self.g, self.buffers = within.w[:n], within.g[:n], within.buffers[:n]
         self.module = copy_module(setting.module).to(device).train()  # a copy, because its tensors are replaced while it runs
         shapes = dict(layout.parameters)
         self.weights = {name: view.view(n, *shapes[name]) for name, view in layout.weights(self.w)}
         self.grads = {name: view.view(n, *shapes[name]) for name, view in layout.weights(self.g)}
         self.step = vmap(grad_and_value(self.loss, has_aux=True), in_dims=(0, 0, 0, 0, 0), randomness="different")
+
+    def first(self, n: int) -> VmappedNetwork:
+        return VmappedNetwork(self.setting, n, within=self)
 
     def loss(
         self, weights: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor, y: Tensor, scale: Tensor
