@@ -335,7 +335,15 @@ def runs(bench: Bench) -> Iterator[Row]:
         replay(graph)
 
     def run(engine: str, precision: str, method: str, **more: Any) -> Tensor:
-        settings = {"clients": 6, "participation": 1.0, "partition": "iid", "rounds": 2, "epochs": 2, "batch_size": 16, "lr": 0.01}
+        settings = {
+            "clients": 6,
+            "participation": 1.0,
+            "partition": "quantity",
+            "rounds": 2,
+            "epochs": 2,
+            "batch_size": 16,
+            "lr": 0.01,
+        }
         result = fedagg.run(
             data=data,
             model="mnist-cnn",
@@ -380,7 +388,7 @@ def texts(bench: Bench) -> Iterator[Row]:
         for engine, rate in (("batched", 0.05), ("sequential", 0.05), ("sequential", 1e-12)):
             result = fedagg.run(
                 data=data, model=model, algorithm="fedavg", engine=engine, precision="fp32", device=str(bench.device), clients=5,
-                participation=1.0, rounds=2, epochs=2, batch_size=16, lr=rate,
+                participation=1.0, partition="quantity", rounds=2, epochs=2, batch_size=16, lr=rate,
             )  # fmt: skip
             weights.append(torch.cat([p.detach().double().flatten().cpu() for p in result.model.parameters()]))
         ours, alone, start = weights
