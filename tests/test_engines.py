@@ -358,11 +358,67 @@ def test_clients_that_are_finished_are_not_computed(monkeypatch: pytest.MonkeyPa
     model = setting.layout.pack(setting.module)
     assert_same(list(engine.run(model, work, jobs, None)), list(Sequential(setting).run(model, work, jobs, None)))
     # Sorted by size they make 5, 3, 2, 1, 1 and 1 steps; there are stages for 6, 4, 2 and 1. In the second epoch the first pauses.
-    assert seen == [6, 4, 2, 1, 1] + [6, 4, 2, 1, 1]
+    assert seen == [6, 4, 2, 1, 1] * 2
     seen.clear()
     engine.most = 17  # less memory than the smaller stages need
     list(engine.run(model, work, jobs, None))
     assert seen == [6] * 10
+
+
+def test_a_recorded_step_reads_what_is_new_in_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph knows only the memory that it was captured with. Here it is played by something that does the same."""
+
+    class Graph:
+        def __init__(self, stage: batched.Stage) -> None:
+            self.stage, self.client, self.state = stage, dataclasses.replace(stage.own_way.client), dict(stage.own_way.state)
+
+        def replay(self) -> None:
+            way = self.stage.own_way
+            now, way.client, way.state = (way.client, way.state), self.client, self.state
+            self.stage.step()
+            way.client, way.state = now
+            replayed.append(self.stage.shape.n)
+
+    def capture(stage: batched.Stage, beside: Any = None) -> None:
+        for _ in range(3):
+            stage.cursor.zero_()
+            stage.step()
+        stage.graph = Graph(stage)  # type: ignore[assignment]
+
+    monkeypatch.setattr(batched.Stage, "capture", capture)
+    replayed: list[int] = []
+    data = fedagg.Dataset(torch.rand(60, 8), torch.arange(60) % 3, torch.rand(9, 8), torch.arange(9) % 3, classes=3)
+    build = choose.together
+    for method in ("delta-sgd", "fedsam", "mofedsam", "fedsps", "fedspeed", "ghbm"):
+        made = []
+        for capturing in (False, True):
+            replayed.clear()
+            monkeypatch.setattr(
+                choose, "together", lambda *of, capturing=capturing: dataclasses.replace(build(*of), capture=capturing)
+            )
+            made.append(
+                fedagg.run(data=data, model=flat(), algorithm=method, clients=6, participation=1.0, partition="quantity", rounds=4,
+                           epochs=2, batch_size=4, lr=0.1, engine="batched", threads=1).model
+            )  # fmt: skip
+            assert bool(replayed) == capturing
+        assert len(set(replayed)) > 1  # the whole stage, and smaller ones
+        for a, b in zip(made[0].parameters(), made[1].parameters(), strict=True):
+            assert torch.allclose(a, b, atol=1e-6), method
+
+
+def test_a_step_that_cannot_be_recorded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def capture(stage: batched.Stage, beside: Any = None) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(batched.Stage, "capture", capture)
+    setting = make_setting(flat(), (8,), ClientOptions(epochs=1, batch_size=4))
+    engine = Batched(setting, stacked.StackedNetwork, capture=True)
+    work = Work(torch.full((1,), 0.1), step=REGISTRY.find("fedsam")().step, pure=True)
+    with pytest.raises(
+        SettingError, match=r"pure = True: the step cannot be recorded \(operation not permitted .* capturing\); leave"
+    ):
+        list(engine.run(setting.layout.pack(setting.module), work, job_list(1), None))
+    list(engine.run(setting.layout.pack(setting.module), dataclasses.replace(work, pure=False), job_list(1), None))
 
 
 @pytest.mark.parametrize(("make", "head"), [(chain, "10"), (normed, "10"), (branched, "last.4"), (odd, "last")])

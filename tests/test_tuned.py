@@ -75,6 +75,20 @@ def test_the_published_grids_are_of_one_size_and_hold_the_published_settings() -
     assert any((p["server_lr"], p["tau"]) == (0.1, 0.01) for p in spec.tuning.grids["fedadam"])
 
 
+def test_a_row_can_ask_for_rates_beyond_the_highest(tmp_path: Path) -> None:
+    text = TOML + "higher = { lr = [3, 10], eta0 = [3], weight_decay = [3] }\n"  # a method has its own axes; others are not meant
+    (tmp_path / "t.toml").write_text(text, encoding="utf-8")
+    spec = grid.load(str(tmp_path / "t.toml"))
+    assert [point["lr"] for point in spec.grid(spec.rows[0], "fedavg")] == [0.001, 0.1, 0.3, 1.0]
+    assert spec.grid(spec.rows[0], "fedcm")[-1] == {"cm_alpha": 0.5, "weight_decay": 1e-3, "lr": 1.0}
+    assert spec.grid(spec.rows[0], "fedagg") == []  # untuned, here too
+    tried = {cell.config.lr for cell in tuned.trials(spec, Store(tmp_path), short=False)}
+    assert tried == {0.001, 0.1, 0.3, 1.0}
+    assert "higher" not in spec.rows[0].settings
+    published = grid.load("table-tuned")
+    assert {len(published.grid(row, method)) for row in published.rows for method in published.tuning.grids} == {24, 32}  # type: ignore[union-attr]
+
+
 def test_every_point_of_the_published_grids_can_be_run(tmp_path: Path) -> None:
     spec = grid.narrow(grid.load("table-tuned"), rows=["mini-linear-iid"], tuning_seeds=[7])
     cells = list(tuned.trials(spec, Store(tmp_path), short=False))
@@ -155,7 +169,7 @@ def test_halving_runs_the_best_quarter_to_the_end(
     assert call("reproduce", "t.toml", "--results", "r", "--show", "--format", "markdown") == 0
     assert "not run" in capsys.readouterr().out  # for all points are asked for
     assert call("reproduce", "t.toml", "--results", "r", "--show", "--halving", "--format", "markdown") == 0
-    assert "All 2 were run for a quarter of the rounds, and the best 1 of them for all." in capsys.readouterr().out
+    assert "All 2 were run for a quarter of the rounds, and the best quarter of them for all." in capsys.readouterr().out
 
 
 def test_nothing_is_chosen_before_the_whole_grid_was_tried(spec: grid.Spec, tmp_path: Path) -> None:

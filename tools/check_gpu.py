@@ -336,30 +336,17 @@ def runs(bench: Bench) -> Iterator[Row]:
 
     def run(engine: str, precision: str, method: str, **more: Any) -> Tensor:
         settings = {
-            "clients": 6,
-            "participation": 1.0,
-            "partition": "quantity",
-            "rounds": 2,
-            "epochs": 2,
-            "batch_size": 16,
-            "lr": 0.01,
-        }
-        result = fedagg.run(
-            data=data,
-            model="mnist-cnn",
-            algorithm=method,
-            engine=engine,
-            precision=precision,
-            device=str(bench.device),
-            **settings,
-            **more,
-        )
+            "model": "mnist-cnn", "clients": 6, "participation": 1.0, "partition": "iid", "rounds": 2, "epochs": 2,
+            "batch_size": 16, "lr": 0.01, "algorithm": method, "engine": engine, "precision": precision,
+            "device": str(bench.device),
+        }  # fmt: skip
+        result = fedagg.run(data=data, **{**settings, **more})
         return torch.cat([p.detach().double().flatten().cpu() for p in result.model.parameters()])
 
     first = fedagg.run(data=data, model="mnist-cnn", algorithm="fedavg", clients=6, rounds=1, epochs=1, lr=1e-12, device="cpu")
     start = torch.cat([p.detach().double().flatten() for p in first.model.parameters()])
-    for method in ("fedavg", "fedprox", "scaffold", "fedagg"):
-        own = {"pace": "base"} if method == "fedagg" else {}  # the measured rate is a high one, and magnifies rounding
+    for method in ("fedavg", "fedprox", "scaffold", "fedagg", "fedsam", "fedspeed", "delta-sgd"):
+        own = {"fedagg": {"pace": "base"}, "delta-sgd": {"eta0": 0.01}}.get(method, {})  # high rates magnify rounding
         with mock.patch.object(torch.cuda.CUDAGraph, "replay", counted):
             captured = run("batched", "fp32", method, **own)
         yield Row(f"run, {method}: graphs were replayed", "fp32", 0.0 if replays else torch.inf, 0.0)
@@ -370,7 +357,17 @@ def runs(bench: Bench) -> Iterator[Row]:
         alone = run("sequential", "fp32", method, **own)
         # Not to rounding: in random images two pixels of a pool may be as good as equal.
         yield Row(f"run, {method}: against one client after another", "fp32", apart(captured - start, alone - start), 5e-2)
-    for precision, limit in (("tf32", 5e-2), ("bf16", 2e-1)):
+    for method in ("fedavg", "delta-sgd"):  # clients of unequal sizes; without pools, rounding stays rounding
+        alone, ours, none = (
+            run(engine, "fp32", method, model="mlp", partition="quantity", **own)
+            for engine, own in (
+                ("sequential", {}),
+                ("batched", {}),
+                ("sequential", {"rounds": 1, "lr": 1e-12, "algorithm": "fedavg"}),
+            )
+        )
+        yield Row(f"run, {method}: clients of unequal sizes", "fp32", apart(ours - none, alone - none), 1e-4)
+    for precision, limit in (("tf32", 1e-1), ("bf16", 2e-1)):
         found = run("batched", precision, "fedavg")
         yield Row("run, fedavg: against fp32", precision, apart(found - start, run("sequential", "fp32", "fedavg") - start), limit)
 

@@ -119,6 +119,7 @@ class Work:
     represent: str | None = None  # the head whose input is averaged per class after training (FedGH)
     loss: ClientLoss | None = None  # loss(learner, x, y): the loss of every sample, (B,)
     step: LocalStep | None = None  # step(client, w, gradient, rate, state): the next weights and state
+    pure: bool = False  # nothing that the step reads changes during a run but what it is given: a GPU may record and replay it
 
     @property
     def custom(self) -> bool:

@@ -33,7 +33,7 @@ class DeltaSGD(Algorithm):
     scheduled: ClassVar[bool] = False
 
     def work(self, clients: Clients) -> Work:
-        return replace(super().work(clients), rate=clients.constant(self.eta0), step=self.step)
+        return replace(super().work(clients), rate=clients.constant(self.eta0), step=self.step, pure=True)
 
     def step(self, client: Client, w: Tensor, gradient: Gradient, rate: Tensor, state: State) -> tuple[Tensor, State]:
         g = gradient(w)

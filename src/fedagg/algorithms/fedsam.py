@@ -28,7 +28,7 @@ class FedSAM(Algorithm):
     rho: float = option(0.1, "ρ, how far uphill the gradient is taken", ge=0)
 
     def work(self, clients: Clients) -> Work:
-        return replace(super().work(clients), step=self.step)
+        return replace(super().work(clients), step=self.step, pure=True)
 
     def step(self, client: Client, w: Tensor, gradient: Gradient, rate: Tensor, state: State) -> tuple[Tensor, State]:
         return w - rate * gradient(uphill(w, gradient(w), self.rho)), state

@@ -24,7 +24,7 @@ class FedSpeed(FedDyn):
     speed_alpha: float = option(1.0, "α, the weight of the second gradient", ge=0, le=1)
 
     def work(self, clients: Clients) -> Work:
-        return replace(super().work(clients), prox=0.0, step=self.step)  # the step includes the proximal term
+        return replace(super().work(clients), prox=0.0, step=self.step, pure=True)  # the step includes the proximal term
 
     def step(self, client: Client, w: Tensor, gradient: Gradient, rate: Tensor, state: State) -> tuple[Tensor, State]:
         assert client.memory is not None

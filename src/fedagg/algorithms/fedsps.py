@@ -26,7 +26,7 @@ class FedSPS(Algorithm):
     scheduled: ClassVar[bool] = False
 
     def work(self, clients: Clients) -> Work:
-        return replace(super().work(clients), rate=clients.constant(self.sps_bound), step=self.step)
+        return replace(super().work(clients), rate=clients.constant(self.sps_bound), step=self.step, pure=True)
 
     def step(self, client: Client, w: Tensor, gradient: Gradient, rate: Tensor, state: State) -> tuple[Tensor, State]:
         g = gradient(w)

@@ -34,7 +34,7 @@ class GHBM(Algorithm):
         tau, past = self.span(clients), self.past(clients.model)
         momentum = torch.zeros_like(clients.model.w) if len(past) < tau else (past[-tau] - clients.model.w) / tau
         mix = torch.full((clients.epochs, 1), self.ghb_beta)
-        return replace(super().work(clients), field=momentum[None], mix=mix, step=self.step)
+        return replace(super().work(clients), field=momentum[None], mix=mix, step=self.step, pure=True)
 
     def step(self, client: Client, w: Tensor, gradient: Gradient, rate: Tensor, state: State) -> tuple[Tensor, State]:
         assert client.shift is not None

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -27,7 +28,7 @@ from fedagg.engines.base import Engine, Setting, Stepper, class_means, class_sum
 from fedagg.engines.layers import Linear
 from fedagg.engines.sequential import Sequential
 from fedagg.engines.vmapped import VmappedNetwork
-from fedagg.errors import FedaggWarning, SettingError
+from fedagg.errors import FedaggWarning, SettingError, first_line
 from fedagg.flat import Model, Workspace, copy_module
 from fedagg.work import Chunk, Client, ClientLoss, Job, LocalStep, Memory, State, Work
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from fedagg.engines.fused import FusedStep
 
 WITHIN = 1e-2  # relative error: rounding stays below it, real differences exceed it
-SCHEDULED = 64  # steps that there is room for at least: a larger client would need a new stage
+SCHEDULED = 64  # steps that a captured stage has room for at least: a larger client needs a new one
 NUDGE = 1e-6  # in deep networks rounding may exceed that, so the effect of so small a change of the weights counts as rounding too
 
 
@@ -95,14 +96,41 @@ class Shape:
     step: bool = False
 
 
+def refilled(room: Tensor | None, value: Tensor) -> Tensor:
+    """The value in that room, or in a new one."""
+    return value.clone() if room is None or room.shape != value.shape else room.copy_(value)
+
+
 @dataclass
 class OwnWay:
-    """A method's own loss and step, and what its clients know."""
+    """A method's own loss and step, what its clients know, and what they keep from one step to the next."""
 
     client: Client
     loss: ClientLoss | None = None
     step: LocalStep | None = None
     state: State = field(default_factory=dict)
+    room: State = field(default_factory=dict)  # the memory of `state`, the same in every round
+    recorded: object = None  # the step that was captured
+
+    def begin(self, work: Work, client: Client) -> None:
+        """Begin a round."""
+        if work.pure:  # a graph reads the same memory in every round
+            for name, value in vars(client).items():
+                setattr(client, name, None if value is None else refilled(getattr(self.client, name), value))
+        self.client, self.loss, self.step, self.state = client, work.loss, work.step, {}
+
+    @property
+    def starts(self) -> bool:
+        """Is the next step the first of a round, which knows no state, of a method that keeps one?"""
+        return bool(self.room) and not self.state
+
+    def keep(self, name: str, value: Tensor, active: Tensor) -> None:
+        """Keep what the first clients, as many as are in `active` (n, 1), return; those that pause keep what they had."""
+        if name in self.state:
+            kept = self.state[name][: len(active)]
+            kept.copy_(torch.where(active.view(-1, *[1] * (value.dim() - 1)), value, kept))
+        else:
+            self.state[name] = self.room[name] = refilled(self.room.get(name), value)
 
 
 @dataclass
@@ -159,7 +187,7 @@ class Stage:
         if n not in self.parts:
             part = self.parts[n] = copy.copy(self)
             part.shape, part.network, part.stepper = replace(self.shape, n=n), self.network.first(n), self.stepper.first(n)
-            part.x = self.x[: n * self.shape.batch]
+            part.x, part.parts = self.x[: n * self.shape.batch], {}
             part.rate, part.loss, part.own = self.rate[:n], self.loss[:n], self.own[:n]
             part.order, part.scale = self.order[:, :n], self.scale[:, :n]
             part.drawn = None if self.drawn is None else self.drawn[:, :n]
@@ -169,8 +197,11 @@ class Stage:
                 part.capture(beside=self.graph)
         return self.parts[n]
 
-    def begin(self, model: Model, work: Work, own: Tensor | None, schedule: Callable[[Callable[[Job], Tensor]], Tensor]) -> None:
-        """Set every client to the model, before the first step; `own` is what they remember, `schedule` is `by_step`."""
+    def begin(
+        self, model: Model, work: Work, own: Tensor | None, steps: Tensor, schedule: Callable[[Callable[[Job], Tensor]], Tensor]
+    ) -> None:
+        """Set every client to the model, before the first step; `own` is what they remember, `steps` (n, 1) how many they make, and
+        `schedule` is `by_step`."""
         for state in (self.cursor, self.loss, self.mean, self.stepper.m, self.stepper.v, self.stepper.count, self.stepper.norm):
             if state is not None:
                 state.zero_()
@@ -180,16 +211,15 @@ class Stage:
             (self.drawn, lambda job: job.drawn(self.setting.local.augment)),
         ):
             if room is not None:
-                steps = schedule(what)
-                room[: len(steps)].copy_(steps)
+                planned = schedule(what)
+                room[: len(planned)].copy_(planned)
         self.own.fill_(work.own)
         self.prox.fill_(work.prox)
         if self.stepper.limit is not None:
             self.stepper.limit.fill_(work.clip)
         self.network.w.copy_(model.w.expand(self.shape.n, -1))
         self.network.buffers.copy_(model.buffers.expand(self.shape.n, -1))
-        way = self.own_way  # one object for this stage and its parts
-        way.client, way.loss, way.step, way.state = Client(model.w, own), work.loss, work.step, {}
+        self.own_way.begin(work, Client(model.w, own, steps=steps))
         for term, given in ((self.start, model.w if work.prox else None), (self.memory, own), (self.mask, work.mask)):
             if term is not None and given is not None:
                 term.copy_(given)
@@ -253,15 +283,12 @@ class Stage:
                     self.mean.add_(network.g)
             return self.stepper.gradient(network.g, network.w).clone()
 
-        n, kept = self.shape.n, self.own_way.state
-        w, state = step(client, before, gradient, self.rate, {name: value[:n] for name, value in kept.items()})
+        known = {name: value[: self.shape.n] for name, value in self.own_way.state.items()}
+        w, state = step(client, before, gradient, self.rate, known)
         moves = active if self.mask is None else active & (self.mask > 0)
         network.w.copy_(torch.where(moves, w, before))
         for name, value in state.items():
-            if name in kept:
-                value = torch.where(active.view(-1, *[1] * (value.dim() - 1)), value, kept[name][:n])
-                value = torch.cat((value, kept[name][n:]))
-            kept[name] = value
+            self.own_way.keep(name, value, active)
 
     def descend(self, network: Descending, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
         rate = self.rate * (scale[:, :1] > 0)
@@ -289,6 +316,21 @@ class Stage:
             d = d * self.mask
         w.addcmul_(d, self.rate * active, value=-1.0)
 
+    def record(self, step: object, begin: Callable[[], None]) -> None:
+        """Capture a method's own step, unless this one has been; `begin` sets what it reads. None forgets it: it may change."""
+        if self.own_way.recorded != step:
+            self.graph, self.own_way.recorded, self.own_way.room = None, step, {}
+            self.parts.clear()
+            if step is not None:
+                begin()
+                try:
+                    self.capture()
+                except torch.OutOfMemoryError:
+                    raise
+                except RuntimeError as error:
+                    words = f"the step cannot be recorded ({first_line(error)}); leave it out, or look at no values in the step"
+                    raise SettingError("pure", True, words) from error
+
     def capture(self, beside: torch.cuda.CUDAGraph | None = None) -> None:
         """Record the step as a CUDA graph, in the memory of another one that is never replayed at the same time. The warm-up steps
         may use any values: everything is set again afterwards."""
@@ -301,8 +343,20 @@ class Stage:
         torch.cuda.current_stream().wait_stream(stream)
         self.cursor.zero_()
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=None if beside is None else beside.pool()):
+        with uncollected(), torch.cuda.graph(self.graph, pool=None if beside is None else beside.pool()):
             self.step()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without garbage collection: freeing another graph while one is captured would spoil it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @dataclass
@@ -424,7 +478,7 @@ class Batched:
         stage = self.stages.get(shape)
         if stage is None or stage.capacity < steps:
             network = VmappedNetwork if shape.loss else self.network
-            stage = Stage(shape, network(self.setting, n), max(2 * steps, SCHEDULED), self.setting)
+            stage = Stage(shape, network(self.setting, n), max(2 * steps, SCHEDULED) if self.capture else steps, self.setting)
             if self.capture and not work.custom:
                 stage.capture()
             self.stages = {shape: stage} if self.setting.device.type == "cpu" else {**self.stages, shape: stage}
@@ -454,26 +508,29 @@ class Batched:
         network = stage.network
         # With batch statistics the short last batch needs a separate shape; all clients of the group share it.
         short = self.stage(work, n, tail, epochs) if self.whole and tail < batch else None
-        stages = [[stage.first(rows) for rows in self.rows(jobs, epoch, per_epoch)] for epoch in range(epochs)]
 
         own = work.memory * memory.read([job.client for job in jobs]).to(device) if work.memory and memory is not None else None
         work = work.of([job.position for job in jobs])
+        made = torch.tensor([job.epochs for job in jobs], device=device)
+        counts = torch.tensor([local.steps(size) for size in sizes], device=device)
+        begin = functools.partial(stage.begin, work=work, own=own, steps=(counts * made)[:, None], schedule=schedule)
+        if self.capture and work.step is not None and short is None:
+            fixed = work.pure and work.loss is None
+            stage.record((work.step, own is None) if fixed else None, functools.partial(begin, model))
+        stages = [[stage.first(rows) for rows in self.rows(jobs, epoch, per_epoch)] for epoch in range(epochs)]
         behind = torch.zeros(n, device=device)
         if work.behind and work.field is not None:  # a step of length zero gives the loss there
-            stage.begin(Model(model.w + work.behind * work.field[0], model.buffers), work, own, schedule)
+            begin(Model(model.w + work.behind * work.field[0], model.buffers))
             stage.rate.zero_()
             with seeded(network, jobs[0].seed, device):
                 self.step(stage, batch)
             behind = stage.loss.clone()
-        stage.begin(model, work, own, schedule)
+        begin(model)
 
-        made = torch.tensor([job.epochs for job in jobs], device=device)
         rates = torch.zeros(n, local.epochs, device=device)
         first = torch.zeros(n, device=device)
         gradients = torch.zeros(n, local.epochs, s.layout.d, device=device) if work.trace else None
         path = torch.zeros(n, local.epochs + 1, s.layout.d, device=device) if work.trace else None
-        counts = torch.tensor([local.steps(size) for size in sizes], device=device)
-        stage.own_way.client.steps = (counts * made)[:, None]
         with seeded(network, jobs[0].seed, device):
             for epoch in range(epochs):
                 rates[:, epoch] = work.rates(epoch, network.w, model.w) * (epoch < made)
@@ -518,7 +575,7 @@ class Batched:
 
     def step(self, stage: Stage, width: int) -> None:
         """Make one step, replayed if it was captured; `width` is the number of samples that are not padding."""
-        if stage.graph is not None:
+        if stage.graph is not None and not stage.own_way.starts:
             stage.graph.replay()
         else:
             stage.step(width)

@@ -29,6 +29,7 @@ class Row:
     distribution: str
     settings: dict[str, Any]
     paper: str = ""  # the row of the paper to compare with, if its name is another
+    higher: dict[str, list[float]] = field(default_factory=dict)  # of a tuned table: more points, as multiples of an axis' highest
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,16 @@ class Spec:
         """Whether the method can be run in this row."""
         model = self.config(row, method, self.participation[0], 0).model
         return not any(x["method"] == method and x["model"] == model for x in self.leave_out)
+
+    def grid(self, row: Row, method: str) -> list[dict[str, Any]]:
+        """The points to try for a method: in a row where the highest rate was the best one, higher ones too."""
+        points = list(self.tuning.grids.get(method, ())) if self.tuning is not None else []
+        for name, values in row.higher.items():
+            tried = {point[name] for point in points if name in point}
+            if len(tried) > 1:
+                top = [point for point in points if point.get(name) == max(tried)]
+                points += [{**point, name: float(f"{value * max(tried):.9g}")} for value in values for point in top]
+        return points
 
     def config(self, row: Row, method: str, participation: float, seed: int, variant: dict[str, Any] | None = None) -> Config:
         """The configuration of one cell."""
@@ -129,9 +140,9 @@ def parse(name: str, text: dict[str, Any]) -> Spec:
         raise unknown("kind", text["kind"], KINDS)
     rows = []
     for row in text["rows"]:
-        own = {k: v for k, v in row.items() if k not in ("name", "label", "distribution", "paper")}
+        own = {k: v for k, v in row.items() if k not in ("name", "label", "distribution", "paper", "higher")}
         about = row["name"], row.get("label", row["name"]), row.get("distribution", "")
-        rows.append(Row(*about, own, row.get("paper", row["name"])))
+        rows.append(Row(*about, own, row.get("paper", row["name"]), row.get("higher", {})))
     return Spec(
         name=name,
         title=text["title"],

@@ -76,7 +76,7 @@ def describe_point(point: Mapping[str, Any]) -> str:
 def points(spec: Spec, store: Store, row: Row, method: str, participation: float, short: bool) -> list[Point]:
     """The points of a method's grid to run: all, or the best quarter after short runs; none while one of these is missing."""
     assert spec.tuning is not None
-    grid: list[Point] = list(spec.tuning.grids.get(method, ()))
+    grid: list[Point] = list(spec.grid(row, method))
     if short or not spec.tuning.halving or not grid:
         return grid
     ranked = ranking(spec, store, row, method, participation, grid, short=True)
@@ -248,16 +248,16 @@ def notes(spec: Spec, found: list[TableSetting]) -> list[str]:
     seeds = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
     text = [f"Test accuracy in percent, mean ± standard deviation over {seeds} seeds; bold is the best."]
     if spec.tuning is not None and spec.tuning.grids:
-        size, who = len(next(iter(spec.tuning.grids.values()))), [m for m in spec.methods if m not in spec.tuning.grids]
+        who = [m for m in spec.methods if m not in spec.tuning.grids]
+        sizes = {len(spec.grid(setting.row, next(iter(spec.tuning.grids)))) for setting in found}
+        size = " or ".join(map(str, sorted(sizes)))
         how = f"seeds {' and '.join(map(str, spec.tuning.seeds))} on {100 * spec.tuning.validation:g} % of the training data"
         as_they_are = f" {' and '.join(map(formats.name, who))}: not tuned." if who else ""
         text.append(
             f"Every method has the best of {size} settings, chosen for each row with {how} that were held back.{as_they_are}"
         )
         if spec.tuning.halving:
-            text.append(
-                f"All {size} were run for a quarter of the rounds, and the best {math.ceil(size / HALVING)} of them for all."
-            )
+            text.append(f"All {size} were run for a quarter of the rounds, and the best quarter of them for all.")
     if OURS in spec.methods:
         text.append("FedAgg's lead is the mean difference over seeds, with its 95 % interval.")
     if spec.rounds_scale != 1:
