@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -370,13 +372,13 @@ def test_a_recorded_step_reads_what_is_new_in_a_round(monkeypatch: pytest.Monkey
 
     class Graph:
         def __init__(self, stage: batched.Stage) -> None:
-            self.stage, self.client, self.state = stage, dataclasses.replace(stage.own_way.client), dict(stage.own_way.state)
+            self.stage, self.client, self.state = stage, dataclasses.replace(stage.custom.client), dict(stage.custom.state)
 
         def replay(self) -> None:
-            way = self.stage.own_way
-            now, way.client, way.state = (way.client, way.state), self.client, self.state
+            custom = self.stage.custom
+            now, custom.client, custom.state = (custom.client, custom.state), self.client, self.state
             self.stage.step()
-            way.client, way.state = now
+            custom.client, custom.state = now
             replayed.append(self.stage.shape.n)
 
     def capture(stage: batched.Stage, beside: Any = None) -> None:
@@ -387,7 +389,8 @@ def test_a_recorded_step_reads_what_is_new_in_a_round(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(batched.Stage, "capture", capture)
     replayed: list[int] = []
-    data = fedagg.Dataset(torch.rand(60, 8), torch.arange(60) % 3, torch.rand(9, 8), torch.arange(9) % 3, classes=3)
+    x, y = torch.rand(69, 8, generator=torch.Generator().manual_seed(0)), torch.arange(69) % 3
+    data = fedagg.Dataset(x[:60], y[:60], x[60:], y[60:], classes=3)
     build = choose.together
     for method in ("delta-sgd", "fedsam", "mofedsam", "fedsps", "fedspeed", "ghbm"):
         made = []
@@ -404,6 +407,21 @@ def test_a_recorded_step_reads_what_is_new_in_a_round(monkeypatch: pytest.Monkey
         assert len(set(replayed)) > 1  # the whole stage, and smaller ones
         for a, b in zip(made[0].parameters(), made[1].parameters(), strict=True):
             assert torch.allclose(a, b, atol=1e-6), method
+
+
+def test_nothing_is_freed_during_a_capture() -> None:
+    with batched.uncollected():
+        assert not gc.isenabled()
+        # A stage must not wait for the collector: its graph would be freed at any time, and its memory late.
+        setting = make_setting(flat(), (8,), ClientOptions(epochs=1, batch_size=4))
+        engine = Batched(setting, stacked.StackedNetwork)
+        list(engine.run(setting.layout.pack(setting.module), Work(torch.full((1,), 0.1)), job_list(1), None))
+        stage = weakref.ref(next(iter(engine.stages.values())))
+        part = weakref.ref(next(iter(stage().parts.values())))  # type: ignore[union-attr]
+        engine.stages.clear()
+        assert stage() is None
+        assert part() is None
+    assert gc.isenabled()
 
 
 def test_a_step_that_cannot_be_recorded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

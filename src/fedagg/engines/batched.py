@@ -52,7 +52,6 @@ class Network(Protocol):
 
     def first(self, n: int) -> Network:
         """The first n copies as a network, on the same memory."""
-        ...
 
 
 @runtime_checkable
@@ -102,7 +101,7 @@ def refilled(room: Tensor | None, value: Tensor) -> Tensor:
 
 
 @dataclass
-class OwnWay:
+class Custom:
     """A method's own loss and step, what its clients know, and what they keep from one step to the next."""
 
     client: Client
@@ -159,7 +158,7 @@ class Stage:
         # Rows as far apart as those of the weights: on a GPU they begin at multiples of 16 bytes.
         self.memory = torch.zeros(n, self.network.w.stride(0), device=device)[:, :d] if self.shape.memory else None
         self.mean = torch.zeros(n, d, device=device) if self.shape.trace else None
-        self.own_way = OwnWay(Client(self.start))
+        self.custom = Custom(Client(self.start))
         self.stepper = Stepper(self.setting.local, self.network.w, float(self.shape.clip))
         self.parts: dict[int, Stage] = {}
         self.choose_forms()
@@ -219,7 +218,7 @@ class Stage:
             self.stepper.limit.fill_(work.clip)
         self.network.w.copy_(model.w.expand(self.shape.n, -1))
         self.network.buffers.copy_(model.buffers.expand(self.shape.n, -1))
-        self.own_way.begin(work, Client(model.w, own, steps=steps))
+        self.custom.begin(work, Client(model.w, own, steps=steps))
         for term, given in ((self.start, model.w if work.prox else None), (self.memory, own), (self.mask, work.mask)):
             if term is not None and given is not None:
                 term.copy_(given)
@@ -239,9 +238,9 @@ class Stage:
             return
         client = self.present() if self.shape.loss or self.shape.step else None
         if isinstance(self.network, VmappedNetwork):
-            self.network.own, self.network.client = self.own_way.loss, client
-        if client is not None and self.own_way.step is not None:
-            self.walk(self.own_way.step, client, x, y, scale)
+            self.network.own, self.network.client = self.custom.loss, client
+        if client is not None and self.custom.step is not None:
+            self.walk(self.custom.step, client, x, y, scale)
             self.cursor += 1
             return
         self.loss += self.network.gradient(x, y, scale)
@@ -259,7 +258,7 @@ class Stage:
 
     def present(self) -> Client:
         """What the clients of this stage know."""
-        client, n = self.own_way.client, self.shape.n
+        client, n = self.custom.client, self.shape.n
         memory, steps = (None if rows is None else rows[:n] for rows in (client.memory, client.steps))
         return replace(client, memory=memory, steps=steps, shift=self.shift)
 
@@ -283,12 +282,12 @@ class Stage:
                     self.mean.add_(network.g)
             return self.stepper.gradient(network.g, network.w).clone()
 
-        known = {name: value[: self.shape.n] for name, value in self.own_way.state.items()}
+        known = {name: value[: self.shape.n] for name, value in self.custom.state.items()}
         w, state = step(client, before, gradient, self.rate, known)
         moves = active if self.mask is None else active & (self.mask > 0)
         network.w.copy_(torch.where(moves, w, before))
         for name, value in state.items():
-            self.own_way.keep(name, value, active)
+            self.custom.keep(name, value, active)
 
     def descend(self, network: Descending, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
         rate = self.rate * (scale[:, :1] > 0)
@@ -318,8 +317,8 @@ class Stage:
 
     def record(self, step: object, begin: Callable[[], None]) -> None:
         """Capture a method's own step, unless this one has been; `begin` sets what it reads. None forgets it: it may change."""
-        if self.own_way.recorded != step:
-            self.graph, self.own_way.recorded, self.own_way.room = None, step, {}
+        if self.custom.recorded != step:
+            self.graph, self.custom.recorded, self.custom.room = None, step, {}
             self.parts.clear()
             if step is not None:
                 begin()
@@ -575,7 +574,7 @@ class Batched:
 
     def step(self, stage: Stage, width: int) -> None:
         """Make one step, replayed if it was captured; `width` is the number of samples that are not padding."""
-        if stage.graph is not None and not stage.own_way.starts:
+        if stage.graph is not None and not stage.custom.starts:
             stage.graph.replay()
         else:
             stage.step(width)
@@ -603,7 +602,7 @@ class Batched:
         for here, there in (*pairs, *fixed):
             if here is not None and there is not None:
                 there.copy_(here)
-        short.own_way = stage.own_way
+        short.custom = stage.custom
         if short.graph is not None:
             short.graph.replay()
         else:
