@@ -76,7 +76,7 @@ def test_the_published_grids_are_of_one_size_and_hold_the_published_settings() -
 
 
 def test_a_row_can_ask_for_rates_beyond_the_highest(tmp_path: Path) -> None:
-    text = TOML + "higher = { lr = [3, 10], eta0 = [3], weight_decay = [3] }\n"  # a method has its own axes; others are not meant
+    text = TOML + "higher = [{ lr = [3, 10], eta0 = [3], weight_decay = [3] }]\n"  # a method has its own axes; others are not meant
     (tmp_path / "t.toml").write_text(text, encoding="utf-8")
     spec = grid.load(str(tmp_path / "t.toml"))
     assert [point["lr"] for point in spec.grid(spec.rows[0], "fedavg")] == [0.001, 0.1, 0.3, 1.0]
@@ -86,13 +86,23 @@ def test_a_row_can_ask_for_rates_beyond_the_highest(tmp_path: Path) -> None:
     assert tried == {0.001, 0.1, 0.3, 1.0}
     assert "higher" not in spec.rows[0].settings
     published = grid.load("table-tuned")
-    assert {len(published.grid(row, method)) for row in published.rows for method in published.tuning.grids} == {24, 32}  # type: ignore[union-attr]
+    assert {len(published.grid(row, method)) for row in published.rows for method in published.tuning.grids} == {24, 32, 40}  # type: ignore[union-attr]
+
+
+def test_a_row_can_ask_for_higher_rates_of_some_methods_alone(tmp_path: Path) -> None:
+    (tmp_path / "t.toml").write_text(TOML + 'higher = [{ lr = [2] }, { methods = ["fedcm"], lr = [3] }]\n', encoding="utf-8")
+    spec = grid.load(str(tmp_path / "t.toml"))
+    assert max(point["lr"] for point in spec.grid(spec.rows[0], "fedavg")) == 0.2
+    assert max(point["lr"] for point in spec.grid(spec.rows[0], "fedcm")) == 0.6  # three times what the first step reached
+    (tmp_path / "t.toml").write_text(TOML + 'higher = [{ methods = ["fedsgd"], lr = [3] }]\n', encoding="utf-8")
+    with pytest.raises(SettingError, match="fedsgd"):
+        grid.load(str(tmp_path / "t.toml"))
 
 
 def test_every_point_of_the_published_grids_can_be_run(tmp_path: Path) -> None:
     spec = grid.narrow(grid.load("table-tuned"), rows=["mini-linear-iid"], tuning_seeds=[7])
     cells = list(tuned.trials(spec, Store(tmp_path), short=False))
-    assert len(cells) == 18 * 24  # FedBABU does not apply
+    assert len(cells) == 18 * 32  # FedBABU does not apply
     assert {(cell.config.validation, cell.config.seed, cell.config.eval_every) for cell in cells} == {(0.1, 7, 30)}
     (few,) = tuned.table_settings(grid.narrow(grid.load("table-tuned"), rows=["cifar10-cnn-500"]))
     assert few[1] == 0.02

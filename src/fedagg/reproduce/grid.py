@@ -21,6 +21,14 @@ KINDS = ("table", "tuned", "curves", "bars", "partition")
 
 
 @dataclass(frozen=True)
+class Higher:
+    """More points of a tuned row, for the methods that it names: multiples of what is highest so far on an axis of their grids."""
+
+    axes: dict[str, list[float]]
+    methods: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Row:
     """One setting of the paper: data, model and distribution. `settings` are as in a configuration file."""
 
@@ -29,7 +37,7 @@ class Row:
     distribution: str
     settings: dict[str, Any]
     paper: str = ""  # the row of the paper to compare with, if its name is another
-    higher: dict[str, list[float]] = field(default_factory=dict)  # of a tuned table: more points, as multiples of an axis' highest
+    higher: tuple[Higher, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,7 @@ class Spec:
     def grid(self, row: Row, method: str) -> list[dict[str, Any]]:
         """The points to try for a method: in a row where the highest rate was the best one, higher ones too."""
         points = list(self.tuning.grids.get(method, ())) if self.tuning is not None else []
-        for name, values in row.higher.items():
+        for name, values in ((k, v) for more in row.higher if method in more.methods for k, v in more.axes.items()):
             tried = {point[name] for point in points if name in point}
             if len(tried) > 1:
                 top = [point for point in points if point.get(name) == max(tried)]
@@ -135,6 +143,13 @@ def load(name: str) -> Spec:
     return spec
 
 
+def parse_higher(more: dict[str, Any], methods: Sequence[str]) -> Higher:
+    for method in more.get("methods", ()):
+        if method not in methods:
+            raise unknown("higher", method, methods)
+    return Higher({k: v for k, v in more.items() if k != "methods"}, tuple(more.get("methods", methods)))
+
+
 def parse(name: str, text: dict[str, Any]) -> Spec:
     if text["kind"] not in KINDS:
         raise unknown("kind", text["kind"], KINDS)
@@ -142,7 +157,8 @@ def parse(name: str, text: dict[str, Any]) -> Spec:
     for row in text["rows"]:
         own = {k: v for k, v in row.items() if k not in ("name", "label", "distribution", "paper", "higher")}
         about = row["name"], row.get("label", row["name"]), row.get("distribution", "")
-        rows.append(Row(*about, own, row.get("paper", row["name"]), row.get("higher", {})))
+        higher = tuple(parse_higher(more, text["methods"]) for more in row.get("higher", ()))
+        rows.append(Row(*about, own, row.get("paper", row["name"]), higher))
     return Spec(
         name=name,
         title=text["title"],
