@@ -97,10 +97,10 @@ def found(method: FedAgg, clients: Clients) -> float:
     return float(method.state["rate"])
 
 
-@pytest.mark.parametrize(("rounds", "waits"), [(100, 3), (0, 3), (20, 1)])
+@pytest.mark.parametrize(("rounds", "waits"), [(100, 3), (0, 3), (5, 3), (4, 0)])
 def test_where_one_of_many_clients_takes_part_four_try_rates(monkeypatch: pytest.MonkeyPatch, rounds: int, waits: int) -> None:
     """The loss of the second is so flat that a rate a hundred times as high is best for it alone. Nothing is trained before the
-    fourth, but for no more than a tenth of the rounds."""
+    fourth, unless the run has no more rounds than that."""
     method, model = started(lr=0.1), Model(torch.zeros(1), torch.zeros(0))
     for t, bend in enumerate((3.0, 0.03, 0.3, 3.0)):
         monkeypatch.setattr(sys.modules[__name__], "BEND", bend)
@@ -217,13 +217,13 @@ def test_on_a_plateau_the_highest_rate_without_harm_is_taken() -> None:
 @pytest.mark.parametrize(
     ("t", "rounds", "total", "share"),
     [
-        *[(0, 30, 5, 1), (20, 30, 5, 1), (25, 30, 5, 0.5), (29, 30, 5, 0.1), (0, 1, 5, 1), (7, 0, 5, 1)],
-        *[(25, 30, 4, 1), (28, 30, 4, 0.4), (29, 30, 2, 0.2)],
+        *[(0, 30, 5, 1), (22, 30, 5, 1), (26, 30, 5, 0.5), (29, 30, 5, 0.125), (0, 1, 5, 1), (7, 0, 5, 1)],
+        *[(25, 30, 2, 1), (28, 30, 2, 0.4), (29, 30, 2, 0.2)],
     ],
 )
 def test_the_own_rate_falls_at_the_end(t: int, rounds: int, total: int, share: float) -> None:
-    """By hand: of 30 rounds, those from 20 on have 10/10, 9/10, ... 1/10 of the rate. With two of four clients in a round, those
-    from 25 on have 5/5, 4/5, ... 1/5. Without an end the rate does not fall."""
+    """By hand: with two of five clients in a round, it falls in a third of 30 rounds, less a fifth of that. Those from 22 on have
+    8/8, 7/8, ... 1/8 of the rate. With all clients, those from 25 on have 5/5, 4/5, ... 1/5. Without an end it does not fall."""
     clients = federation_of(2, t=t, rounds=rounds, total=total)
     for pace, expected in (("measured", 0.4 * share), ("base", 0.4)):
         method = started(pace=pace)
@@ -329,7 +329,7 @@ def test_rates_are_those_of_theorem_1_along_the_planned_path(alpha: float) -> No
             expected = meanfield.learning_rates(torch.ones(EPOCHS, 1), path, off * path[epoch], alpha, epoch)[0]
             w = off * path[epoch] * STEPS * phi1
             found = float(work.rates(epoch, w[None], torch.zeros(2))[0])
-            assert found == pytest.approx(min(2 * pace, max(0.1 * pace, float(expected))), rel=1e-5)
+            assert found == pytest.approx(min(2 * pace, max(0.5 * pace, float(expected))), rel=1e-5)
             if alpha < 1e-5 and off == 1.0:
                 assert found == pytest.approx(pace, rel=1e-3)
     assert (work.own, work.behind) == (0.5, 0.7)
@@ -576,11 +576,11 @@ def outcome(first: list[float], loss: list[float] | None = None, behind: list[fl
 @pytest.mark.parametrize(
     ("first", "loss", "unruly"),
     [
-        ([2.0] * 4, [3.1] * 4, True),
-        ([2.0] * 4, [2.9] * 4, False),  # skewed data: a little more is no harm
-        ([1.0, 3.0, 1.0, 3.0], [3.1] * 4, False),  # first mini-batches that differ so much say little
-        ([-2.0] * 4, [-1.9] * 4, False),
-        ([-2.0] * 4, [-1.3] * 4, True),
+        ([2.0] * 4, [2.6] * 4, True),
+        ([2.0] * 4, [2.4] * 4, False),  # skewed data: a little more is no harm
+        ([1.0, 3.0, 1.0, 3.0], [2.6] * 4, False),  # first mini-batches that differ so much say little
+        ([-2.0] * 4, [-1.6] * 4, False),
+        ([-2.0] * 4, [-1.4] * 4, True),
     ],
 )
 def test_training_that_makes_the_loss_worse(first: list[float], loss: list[float], unruly: bool) -> None:
@@ -591,22 +591,22 @@ def test_training_that_makes_the_loss_worse(first: list[float], loss: list[float
 @pytest.mark.parametrize(
     ("first", "behind", "broken"),
     [
-        ([3.1] * 4, [2.0] * 4, True),
-        ([2.9] * 4, [2.0] * 4, False),  # data that differ: the average may be worse for a while
-        ([2.2, 4.2, 2.2, 4.2], [1.0, 3.0, 1.0, 3.0], True),  # client by client there is no doubt
-        ([2.2, 4.2, 2.2, 4.2], [3.0, 1.0, 3.0, 1.0], False),  # the same losses in another order say little
-        ([-1.9] * 4, [-2.0] * 4, False),
-        ([-1.2] * 4, [-2.0] * 4, True),
+        ([2.6] * 4, [2.0] * 4, True),
+        ([2.4] * 4, [2.0] * 4, False),  # data that differ: the average may be worse for a while
+        ([1.6, 3.6, 1.6, 3.6], [1.0, 3.0, 1.0, 3.0], True),  # client by client there is no doubt
+        ([1.6, 3.6, 1.6, 3.6], [3.0, 1.0, 3.0, 1.0], False),  # the same losses in another order say little
+        ([-1.6] * 4, [-2.0] * 4, False),
+        ([-1.4] * 4, [-2.0] * 4, True),
     ],
 )
 def test_a_step_that_breaks_the_model(first: list[float], behind: list[float], broken: bool) -> None:
     assert guard.broken(outcome(first, behind=behind)) == broken
 
 
-@pytest.mark.parametrize(("loss", "harm"), [(0.6, False), (0.7, True)])
+@pytest.mark.parametrize(("loss", "harm"), [(1.4, False), (1.5, True)])
 def test_a_loss_near_zero_may_grow(loss: float, harm: bool) -> None:
-    """From 5 the run came down to 0.2. By hand, a tenth of that gain is 0.48, so what is below 0.68 is no harm, though three times
-    the loss before."""
+    """From 5 the run came down to 0.2. By hand, a quarter of 5 is 1.25, so what is below 1.45 is no harm, though seven times the
+    loss before."""
     for low, high in (([0.2] * 4, [loss] * 4), ([0.15, 0.25] * 2, [loss - 0.05, loss + 0.05] * 2)):
         assert guard.broken(outcome(high, behind=low), start=5.0) == harm
     assert guard.unruly(outcome([0.2] * 4, [loss] * 4), start=5.0) == harm
@@ -614,7 +614,7 @@ def test_a_loss_near_zero_may_grow(loss: float, harm: bool) -> None:
 
 
 def test_a_run_near_zero_loss_goes_on_at_its_rate() -> None:
-    """Clients whose first mini-batch has by chance a third of the usual loss: a tenth of the gain since the start is far more."""
+    """Clients whose first mini-batch has by chance a third of the usual loss: a quarter of the loss at the start is far more."""
 
     class Lucky(Quadratic):
         def run(self, *args: Any) -> Any:
@@ -656,21 +656,18 @@ def test_a_broken_model_is_taken_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("short", "long", "known", "share"),
+    ("calm", "known", "share"),
     [
-        (1.0, 1.0, 82, 1.0),  # every round lowers the loss
-        (1.0, 0.0, 82, 0.25),  # the last few do: no more than a quarter
-        (1.0, 0.8, 82, 0.4096),
-        (0.6, 0.0, 82, 0.1296),
-        (0.0, 0.0, 7, 0.4),  # rounds undo each other: 4/(7 + 3)
-        (0.0, 0.0, 97, 0.04),
-        (0.0, 0.0, 1, 1.0),
+        (1.0, 82, 1.0),  # every round lowers the loss
+        (0.6, 82, 0.36),
+        (0.0, 7, 0.4),  # rounds undo each other: 4/(7 + 3)
+        (0.0, 97, 0.04),
+        (0.0, 1, 1.0),
     ],
 )
-def test_the_model_that_is_shown(short: float, long: float, known: int, share: float) -> None:
+def test_the_model_that_is_shown(calm: float, known: int, share: float) -> None:
     method = started(1)
-    method.state |= {"trend": -0.1 * short, "swing": 0.1, "long trend": -0.2 * long, "long swing": 0.2}
-    method.state |= {"known": known, "shown": torch.tensor([2.0])}
+    method.state |= {"trend": -0.1 * calm, "swing": 0.1, "known": known, "shown": torch.tensor([2.0])}
     model = Model(torch.tensor([4.0]), torch.zeros(0))
     method.average(model)
     assert float(method.reported(model).w) == pytest.approx(2.0 + share * 2.0)
@@ -679,7 +676,7 @@ def test_the_model_that_is_shown(short: float, long: float, known: int, share: f
 def test_statistics_are_averaged_with_the_weights() -> None:
     """Those of the last round do not belong to averaged weights. An infinity, as in a mask, stays one."""
     method = started(1)
-    method.state |= {"swing": 0.1, "long swing": 0.2, "known": 13, "shown/buffers": torch.tensor([2.0, -math.inf, 7.0])}
+    method.state |= {"swing": 0.1, "known": 13, "shown/buffers": torch.tensor([2.0, -math.inf, 7.0])}
     model = Model(torch.zeros(1), torch.tensor([4.0, -math.inf, 7.0]))
     method.average(model)  # a share of 4/(13 + 3)
     assert method.reported(model).buffers.tolist() == [2.5, -math.inf, 7.0]
@@ -693,17 +690,15 @@ def test_while_nothing_is_known_the_last_model_is_shown() -> None:
 
 
 def test_losses_that_alternate_have_no_trend() -> None:
-    """By hand: 0.3 · 0.1 = 0.03, then 0.7 · 0.03 ∓ 0.03; in the long run 0.15 · 0.1 = 0.015, then 0.85 · 0.015 ∓ 0.015."""
-    for second, trend, longer in ((0.1, -0.009, -0.00225), (-0.1, 0.051, 0.02775)):
+    """By hand: 0.15 · 0.1 = 0.015, then 0.85 · 0.015 ∓ 0.015."""
+    for second, trend in ((0.1, -0.00225), (-0.1, 0.02775)):
         method = started(1)
         for fall in (-0.1, second):
             rise = torch.full((4,), -fall).double()
             told = SimpleNamespace(first=2.0 + rise, behind=torch.full((4,), 2.0).double())
             method.look_back(told)  # type: ignore[arg-type]
         assert method.state["trend"] == pytest.approx(trend)
-        assert method.state["swing"] == pytest.approx(0.051)
-        assert method.state["long trend"] == pytest.approx(longer)
-        assert method.state["long swing"] == pytest.approx(0.02775)
+        assert method.state["swing"] == pytest.approx(0.02775)
 
 
 # --- what engines say of the last step --------------------------------------------------------------------------------

@@ -179,7 +179,7 @@ def test_halving_runs_the_best_quarter_to_the_end(
     assert call("reproduce", "t.toml", "--results", "r", "--show", "--format", "markdown") == 0
     assert "not run" in capsys.readouterr().out  # for all points are asked for
     assert call("reproduce", "t.toml", "--results", "r", "--show", "--halving", "--format", "markdown") == 0
-    assert "All 2 were run for a quarter of the rounds, and the best quarter of them for all." in capsys.readouterr().out
+    assert "All of these were run for a quarter of the rounds, and the best quarter of them for all." in capsys.readouterr().out
 
 
 def test_nothing_is_chosen_before_the_whole_grid_was_tried(spec: grid.Spec, tmp_path: Path) -> None:

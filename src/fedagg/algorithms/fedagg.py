@@ -34,18 +34,14 @@ from fedagg.work import Chunk, Work
 LEAST_OWN = 0.1  # lower bound of λ: a client that ignored its own gradient would teach the server nothing
 STILL = 0.001  # as a share of the base rate: clients that hardly move show the state at the start
 RATES = 14  # largest number of rates to try before the first round
-WAIT = 0.1  # largest share of the rounds in which rates are tried and nothing is trained
 BOLD = 0.5  # the own rate is this power of two above the rate that lowers the loss most in the first round
-FALL = 1 / 3  # share of the rounds, at the end, in which the own rate falls to zero; half of it if most clients take part
+FALL = 1 / 3  # share of the rounds, at the end, in which the own rate falls to zero; half of it if all clients take part
 TAIL = 3.0  # later models weigh more in the average of the path: the η of Shamir and Zhang
-STEADY = 0.25  # largest share of one round in the average, unless the loss falls over a longer time
 CLIP = 1.5  # largest norm of a mini-batch gradient, as a multiple of the usual norm at the start
 DECAY = 0.003  # weight decay, as a share of the distance that gradients covered
 NORMALISED_DECAY = 0.017  # the same for networks whose layers are normalised: there it costs nothing but noise
-MEMORY = 0.7  # weight of earlier rounds in the agreement and in the change of the loss
-LONG = 0.85  # the same for a longer memory of the change of the loss
-RATE_BAND = (0.1, 2.0)  # rates stay within these multiples of the pace
-MOST = 0.5  # from this share of the clients in a round, rounds are alike: there is less noise
+MEMORY = 0.85  # weight of earlier rounds in the agreement and in the change of the loss
+BAND = 2.0  # rates differ from the pace by at most this factor
 KEPT = ("phi1", "known", "agreement", "back")  # what is restored when a round is undone
 
 
@@ -70,13 +66,11 @@ class FedAgg(Algorithm):
             "phi1": torch.zeros_like(model.w),  # the aggregated gradient, one for all epochs
             "known": 0,  # rounds that gave a mean field
             "agreement": 1.0,
-            "start": -math.inf,  # the loss at the start, if clients reported it
+            "start": 0.0,  # the loss at the start, if clients reported it
             "norm": 0.0,  # of a mini-batch gradient at the start
             "back": 0.0,  # the multiple of φ1 that leads back to the last model
             "trend": 0.0,  # the mean change of the loss in a round, and of its size
             "swing": 0.0,
-            "long trend": 0.0,  # the same over more rounds
-            "long swing": 0.0,
             "shown": model.w,  # the average of the path, with the statistics that belong to it
             "shown/buffers": model.buffers,
         }
@@ -132,13 +126,13 @@ class FedAgg(Algorithm):
         bold = BOLD if meanfield.gains(losses, first) else 0.0  # on a plateau the best rate is the highest already
         self.state["rate"] = min(before, self.lr * 2 ** (meanfield.best_power(losses, first) + bold))
         self.state["tried"] += len(still)
-        return guard.enough(self.state["tried"], clients) or 0 < clients.rounds * WAIT <= clients.t + 1
+        return guard.enough(self.state["tried"], clients) or 0 < clients.rounds <= guard.FEW
 
     def own_rate(self, clients: Clients) -> float:
         """The rate of a client's own gradient in this round. If clients differ, every round adds noise in proportion
-        to its rate; towards the end that matters more than progress. If most clients take part there is less of it."""
+        to its rate; towards the end that matters more than progress. The more of them take part, the less noise there is."""
         left = (clients.rounds - clients.t) / clients.rounds if clients.rounds and self.pace == "measured" else 1.0
-        fall = FALL / 2 if len(clients.ids) >= MOST * clients.total else FALL
+        fall = FALL * (1.0 - len(clients.ids) / clients.total / 2)
         return float(self.state["rate"]) * min(1.0, left / fall)
 
     def limit(self) -> float:
@@ -167,7 +161,7 @@ class FedAgg(Algorithm):
         ahead = torch.arange(1, epochs + 1, dtype=torch.float64).flip(0).cumsum(0).flip(0)  # Σ_{k>p} k
         rate, slope = meanfield.affine_rates(torch.ones(epochs, epochs), -pace * ahead, self.alpha)
         slope = slope.sum(1, keepdim=True) / (steps * norm2)
-        return replace(work, rate=rate, slope=slope, low=RATE_BAND[0] * pace, high=RATE_BAND[1] * pace)
+        return replace(work, rate=rate, slope=slope, low=pace / BAND, high=pace * BAND)
 
     def recalls(self, clients: Clients) -> bool:
         """Do clients remember in this round? Not if they are expected to take part at most twice: most could recall nothing. A
@@ -235,9 +229,8 @@ class FedAgg(Algorithm):
     def look_back(self, out: Outcome) -> None:
         """Record how the last step changed the loss, on the current samples."""
         change = float((out.first - out.behind).mean())
-        for which, memory in (("", MEMORY), ("long ", LONG)):
-            for name, value in (("trend", change), ("swing", abs(change))):
-                self.state[which + name] = memory * self.state[which + name] + (1 - memory) * value
+        for name, value in (("trend", change), ("swing", abs(change))):
+            self.state[name] = MEMORY * self.state[name] + (1 - MEMORY) * value
 
     def decayed(self, model: Model, out: Outcome) -> Model:
         """Weight decay without a unit: weights are pulled to zero by a share of the distance that the clients' gradients covered,
@@ -250,13 +243,9 @@ class FedAgg(Algorithm):
 
     def average(self, model: Model) -> None:
         """Update the average of the path, in which later models weigh more (Shamir, Zhang 2013, with η = 3). If every round lowers
-        the loss, this is the last model; if rounds undo each other, as with few clients whose data differ, it is not. A few rounds
-        may lower the loss by chance, so the short memory counts only up to a limit."""
-        short, long = (
-            (self.state[which + "trend"] / self.state[which + "swing"]) ** 4 if self.state[which + "swing"] else 1.0
-            for which in ("", "long ")
-        )
-        share = max((TAIL + 1) / (TAIL + self.state["known"]), min(STEADY, short), long)
+        the loss, this is the last model; if rounds undo each other, as with few clients whose data differ, it is not."""
+        calm = self.state["trend"] / self.state["swing"] if self.state["swing"] else 1.0
+        share = max((TAIL + 1) / (TAIL + self.state["known"]), calm**2)
         for name, value in (("shown", model.w), ("shown/buffers", model.buffers)):
             mean = self.state[name] + share * (value - self.state[name])
             self.state[name] = torch.where(mean.isfinite(), mean, value)  # a buffer may hold an infinity, such as a mask

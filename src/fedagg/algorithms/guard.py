@@ -1,9 +1,8 @@
 """FedAgg's guard: a rate that a run finds for itself is sometimes too high. That must cost a round, not the run.
 
 It uses losses that clients report anyway. The loss of a client's first mini-batch is measured at the global model, before any step,
-and also at the last global model, so that the two can be compared on the same samples. A user's own loss may be negative: then
-"k times worse" means divided by k, which is closer to zero. Losses near zero often grow by half, which means little: a loss counts
-as worse only if it also gives up a good part of what the run has gained.
+and also at the last global model, so that the two can be compared on the same samples. A rise counts by what the loss was at the
+start: losses near zero often double, which means little.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from torch import Tensor
 
 from fedagg.clients import Clients, Outcome
 
-LOSS_JUMP = 1.5  # if the loss exceeds this multiple of the one before, the step broke the model
-GIVEN_UP = 0.1  # provided that it also gives up more than this share of the gain since the start
+LOSS_JUMP = 0.25  # a step that raises the loss by more than this share of the loss at the start broke the model
 DOUBT = 3.0  # standard errors that may be chance
 FEW = 4  # fewer of many clients say nothing about the others
 LOST_SHARE = 0.2  # if more clients than this share diverge, the model or the rate is to blame
@@ -26,9 +24,10 @@ def enough(count: int, clients: Clients) -> bool:
     return count >= min(FEW, clients.total / 2)
 
 
-def worse(loss: float, start: float = -math.inf) -> float:
-    """The lowest loss that counts as worse than this one, in a run that began with the loss `start` (-∞ if that is not known)."""
-    return max(LOSS_JUMP * loss, loss / LOSS_JUMP, loss + GIVEN_UP * (start - loss))
+def worse(loss: float, start: float = 0.0) -> float:
+    """The lowest loss that counts as worse than this one, in a run that began with the loss `start`, if that is known. A user's own
+    loss may be negative: then it grows in size as it falls."""
+    return loss + LOSS_JUMP * max(abs(loss), abs(start))
 
 
 def doubt(values: Tensor) -> float:
@@ -36,13 +35,13 @@ def doubt(values: Tensor) -> float:
     return DOUBT * float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else math.inf
 
 
-def unruly(out: Outcome, start: float = -math.inf) -> bool:
+def unruly(out: Outcome, start: float = 0.0) -> bool:
     """Did the clients' own training make the loss worse than at its start? Then the rate is too high for them, and their updates
     are useless."""
     return float(out.loss.mean()) > worse(float(out.first.mean()) + doubt(out.first), start)
 
 
-def broken(out: Outcome, start: float = -math.inf) -> bool:
+def broken(out: Outcome, start: float = 0.0) -> bool:
     """Did the last step break the model? Its loss has jumped, on the same samples as before the step."""
     return float(out.first.mean()) - doubt(out.first - out.behind) > worse(float(out.behind.mean()), start)
 

@@ -249,15 +249,15 @@ def notes(spec: Spec, found: list[TableSetting]) -> list[str]:
     text = [f"Test accuracy in percent, mean ± standard deviation over {seeds} seeds; bold is the best."]
     if spec.tuning is not None and spec.tuning.grids:
         who = [m for m in spec.methods if m not in spec.tuning.grids]
-        sizes = {len(spec.grid(setting.row, next(iter(spec.tuning.grids)))) for setting in found}
-        size = " or ".join(map(str, sorted(sizes)))
+        sizes = {len(points) for setting in found for m in spec.methods if (points := spec.grid(setting.row, m))}
+        size = f"{min(sizes)}" if len(sizes) == 1 else f"{min(sizes)} to {max(sizes)}"
         how = f"seeds {' and '.join(map(str, spec.tuning.seeds))} on {100 * spec.tuning.validation:g} % of the training data"
         as_they_are = f" {' and '.join(map(formats.name, who))}: not tuned." if who else ""
         text.append(
             f"Every method has the best of {size} settings, chosen for each row with {how} that were held back.{as_they_are}"
         )
         if spec.tuning.halving:
-            text.append(f"All {size} were run for a quarter of the rounds, and the best quarter of them for all.")
+            text.append("All of these were run for a quarter of the rounds, and the best quarter of them for all.")
     if OURS in spec.methods:
         text.append("FedAgg's lead is the mean difference over seeds, with its 95 % interval.")
     if spec.rounds_scale != 1:
