@@ -306,7 +306,7 @@ def test_fedagg_takes_clients_that_blew_up_for_a_broken_model(times: float) -> N
     assert algorithm.state["rate"] == pytest.approx(0.05)  # half of the rate that did it
 
 
-@pytest.mark.parametrize(("worse", "used"), [(1.49, True), (1.51, False)])
+@pytest.mark.parametrize(("worse", "used"), [(1.24, True), (1.26, False)])
 def test_fedagg_slows_down_when_training_makes_the_loss_worse(worse: float, used: bool) -> None:
     algorithm = started()
     clients = federation_of(8, Faults(), engine=Scripted(worse=worse))
@@ -331,7 +331,7 @@ def test_fedagg_does_not_take_a_loss_under_zero_for_one_that_got_worse() -> None
     assert shifted.accuracy == pytest.approx(plain.accuracy, abs=1e-3)
 
 
-@pytest.mark.parametrize(("loss", "limit"), [(2.0, 3.0), (-3.0, -2.0), (0.0, 0.0), (float("inf"), float("inf"))])
+@pytest.mark.parametrize(("loss", "limit"), [(2.0, 2.5), (-3.0, -2.25), (0.0, 0.0), (float("inf"), float("inf"))])
 def test_a_worse_loss_is_a_greater_one(loss: float, limit: float) -> None:
     assert worse(loss) == limit
 
