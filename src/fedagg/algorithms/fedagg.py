@@ -90,8 +90,8 @@ class FedAgg(Algorithm):
     def search(self, clients: Clients) -> bool:
         """Find the own rate by trial, and say whether to train: all participants train at one rate after another, and the results
         are discarded. A single client may have samples of one class, which it learns at any rate. So if few take part, those of the
-        next rounds try rates too, and the lowest is used. If clients do not report their losses, the base rate is used, and
-        gradients are not limited."""
+        next rounds try rates too, and the lowest is used; a run of few rounds does not wait. If clients do not report their losses,
+        the base rate is used, and gradients are not limited."""
         before = self.state["rate"] if self.state["tried"] else math.inf
         self.state["rate"] = self.state["rate"] or self.lr
         if self.pace == "base" or not clients.reports_numbers:

@@ -13,6 +13,10 @@ from fedagg.reproduce.grid import Row, Spec, every_method
 from fedagg.reproduce.results import Store
 
 
+def span(counts: set[int]) -> str:
+    return f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
+
+
 @dataclass(frozen=True)
 class Entry:
     """One method in one setting: accuracies in percent, one per seed, and the paper's number."""
@@ -95,7 +99,7 @@ class Table:
         counts = {len(e.ours) for line in self.lines for e in line.entries.values() if e.ours}
         if not counts:
             return ["Nothing of this was run yet."]
-        seeds = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
+        seeds = span(counts)
         spread = "mean ± standard deviation over" if max(counts) > 1 else "from"
         text = [f"Test accuracy in percent, {spread} {seeds} seed{'s' if max(counts) > 1 else ''}; bold is our best."]
         if any(e.theirs is not None for line in self.lines for e in line.entries.values()):

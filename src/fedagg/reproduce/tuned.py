@@ -19,6 +19,7 @@ from fedagg.config import Config
 from fedagg.reproduce import formats
 from fedagg.reproduce.grid import Cell, Row, Spec
 from fedagg.reproduce.results import Measured, Store
+from fedagg.reproduce.table import span
 from fedagg.scores import Score, Standing
 from fedagg.sheets import Sheet
 from fedagg.tuning import HALVING, best_first, shortened
@@ -245,16 +246,14 @@ def notes(spec: Spec, found: list[TableSetting]) -> list[str]:
     counts = {len(group) for setting in found for group in setting.found.values() if group}
     if not counts:
         return ["Nothing of this was run yet."]
-    seeds = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
-    text = [f"Test accuracy in percent, mean ± standard deviation over {seeds} seeds; bold is the best."]
+    text = [f"Test accuracy in percent, mean ± standard deviation over {span(counts)} seeds; bold is the best."]
     if spec.tuning is not None and spec.tuning.grids:
         who = [m for m in spec.methods if m not in spec.tuning.grids]
         sizes = {len(points) for setting in found for m in spec.methods if (points := spec.grid(setting.row, m))}
-        size = f"{min(sizes)}" if len(sizes) == 1 else f"{min(sizes)} to {max(sizes)}"
         how = f"seeds {' and '.join(map(str, spec.tuning.seeds))} on {100 * spec.tuning.validation:g} % of the training data"
         as_they_are = f" {' and '.join(map(formats.name, who))}: not tuned." if who else ""
         text.append(
-            f"Every method has the best of {size} settings, chosen for each row with {how} that were held back.{as_they_are}"
+            f"Every method has the best of {span(sizes)} settings, chosen for each row with {how} that were held back.{as_they_are}"
         )
         if spec.tuning.halving:
             text.append("All of these were run for a quarter of the rounds, and the best quarter of them for all.")
