@@ -83,7 +83,7 @@ def test_settings_change_a_configuration() -> None:
     assert (result.config.clients, result.config.partition, result.config.dataset) == (4, "custom", "custom")
     with pytest.raises(SettingError, match="roundz"):
         fedagg.run(config, roundz=3)
-    with pytest.raises(SettingError, match="preset = 'mnist-cnn': a configuration is complete"):
+    with pytest.raises(SettingError, match="preset = 'mnist-cnn': a configuration is already complete"):
         fedagg.run(config, preset="mnist-cnn")
 
 
@@ -101,19 +101,19 @@ def test_a_mask_of_numbers_is_not_taken_for_indices() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"model": nn.Sequential(nn.Linear(20, 2))}, "puts out 2 numbers a sample; labels from 0 to 2 need 3"),
+        ({"model": nn.Sequential(nn.Linear(20, 2))}, "returns 2 numbers per sample; labels from 0 to 2 need 3"),
         ({"model": nn.Linear(9, 3)}, r"does not take samples of shape \(20,\) in float32: mat1 and mat2"),
         ({"model": small().double()}, r"0\.weight is float64, and weights are trained in float32; give model.float"),
         ({"model": nn.LazyLinear(3)}, "do not know their sizes yet"),
         ({"model": nn.Linear}, "model = 'Linear': give a torch module"),
         ({"data": (X, Y, X)}, r"data = 'tuple of 3': give \(x, y\)"),
-        ({"loss": nn.CrossEntropyLoss()}, r"loss = 'CrossEntropyLoss': must give one number a sample.*reduction='none'"),
+        ({"loss": nn.CrossEntropyLoss()}, r"loss = 'CrossEntropyLoss': must give one number per sample.*reduction='none'"),
         ({"loss": lambda output, target: 1.0}, "does not take the model's output: 'float'"),
         ({"loss": lambda output, target: functional.cross_entropy(output.detach(), target, reduction="none")}, "has no gradient"),
         ({"model": Refusing(9)}, "does not take samples of shape .* in float32: RuntimeError"),
         ({"model": Refusing(2), "parts": [np.arange(20), np.arange(17)]}, "batch_size = 16: leaves client 1 with a batch of one"),
-        ({"model": Pair()}, r"must put out a row of numbers a sample, .*, and put out a tuple for 2 samples"),
-        ({"model": nn.Sequential(small(), nn.Unflatten(1, (3, 1)))}, r"put out \(2, 3, 1\) for 2 samples"),
+        ({"model": Pair()}, r"must return a row of numbers per sample, .*, but returned a tuple for 2 samples"),
+        ({"model": nn.Sequential(small(), nn.Unflatten(1, (3, 1)))}, r"returned \(2, 3, 1\) for 2 samples"),
         ({"parts": (part for part in PARTS)}, "parts = 'generator': give a list"),
         ({"parts": []}, "parts = 'list': give a list or dictionary with the samples of every client, at least one"),
         ({"config": {"rounds": 3}}, "config = 'dict': give a fedagg.Config"),
@@ -359,7 +359,7 @@ def test_what_a_module_draws_comes_from_the_seed() -> None:
 
 
 def test_a_run_in_which_nobody_was_valid_says_so() -> None:
-    with pytest.warns(UserWarning, match=r"not one client was valid in any round \(not finite\)"):
+    with pytest.warns(UserWarning, match=r"no client was valid in any round \(not finite\)"):
         fedagg.run(data=DATA, model=small(), parts=PARTS, **FEW | {"lr": 1e5, "epochs": 20})
 
 

@@ -177,7 +177,7 @@ def test_compare_goes_on_where_it_was_stopped(
         assert call("compare", "fedagg,fedavg,fedadam", *TINY, *(["--out", "c"] if named else [])) == 130
     (folder,) = [Path("c")] if named else list(Path("runs").iterdir())
     told = capsys.readouterr().err
-    assert f"the same command{'' if named else f' with --out {folder}'} goes on from here" in told
+    assert f"the same command{'' if named else f' with --out {folder}'} resumes from here" in told
     assert not (folder / "fedadam").exists()
     assert len(rows(folder / "fedavg")) == 1
     before = (folder / "fedagg" / "result.json").stat().st_mtime_ns
@@ -197,7 +197,7 @@ def test_compare_does_not_mix_settings(change: list[str], tmp_path: Path, capsys
     assert call("compare", "fedavg", *TINY, "--quiet", "--out", str(tmp_path)) == 0
     assert call("compare", "fedadam,fedavg", *TINY, *change, "--quiet", "--out", str(tmp_path)) == 2
     told = capsys.readouterr().err
-    assert "holds a run of fedavg already, with" in told
+    assert "already contains a run of fedavg, with" in told
     assert change[0].strip("-") in told
     assert not (tmp_path / "fedadam").exists()
 
@@ -381,7 +381,7 @@ def test_bad_files(text: str, hint: str, tmp_path: Path, capsys: pytest.CaptureF
 def test_a_run_folder_is_not_a_file_of_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.toml").write_text("rounds = 1\n")
     assert call("run", str(tmp_path)) == 2
-    assert f"name the file in it, {tmp_path / 'config.toml'}, or go on with --resume" in capsys.readouterr().err
+    assert f"name the file in it, {tmp_path / 'config.toml'}, or continue with --resume" in capsys.readouterr().err
 
 
 def test_a_comparison_does_not_go_into_the_folder_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -415,7 +415,7 @@ def test_stopped_means_stopped() -> None:
 def test_a_full_run_folder_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("run", *TINY, "--quiet", "--out", str(tmp_path / "run")) == 0
     assert call("run", *TINY, "--quiet", "--out", str(tmp_path / "run")) == 2
-    assert "holds a run already" in capsys.readouterr().err
+    assert "already contains a run" in capsys.readouterr().err
 
 
 def test_missing_data_says_how_to_get_it(

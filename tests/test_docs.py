@@ -148,7 +148,7 @@ def test_every_setting_is_documented_once() -> None:
 
 def test_settings_table_says_what_config_says() -> None:
     assert config_table.row("participation") == (
-        "| `--participation` | `0.2` | > 0, ≤ 1 | share of the clients that takes part in a round, at least one client |"
+        "| `--participation` | `0.2` | > 0, ≤ 1 | share of the clients that takes part in a round (at least one client) |"
     )
     assert config_table.allowed("client_optimizer") == "`sgd`, `adam`"
 

@@ -240,10 +240,10 @@ def test_a_run_that_fails_is_started_again(superlink, first):
 @pytest.mark.parametrize(
     ("outcomes", "restarts", "words"),
     [
-        (["failed"], 0, r"^run 1: failed \(Lost Heartbeat\); the same command goes on"),
+        (["failed"], 0, r"^run 1: failed \(Lost Heartbeat\); the same command resumes"),
         (["failed", "failed"], 1, r"^run 2: failed"),
-        (["down"], 0, r"^run 1: its SuperLink went down; the same command goes on"),
-        (["stopped"], 1, r"^run 1: stopped .*; the same command goes on"),  # by an operator, who wants no other
+        (["down"], 0, r"^run 1: its SuperLink went down; the same command resumes"),
+        (["stopped"], 1, r"^run 1: stopped .*; the same command resumes"),  # by an operator, who wants no other
     ],
 )
 def test_a_run_that_does_not_come_to_its_end_ends_in_an_error(superlink, outcomes, restarts, words):
@@ -255,7 +255,7 @@ def test_a_run_that_does_not_come_to_its_end_ends_in_an_error(superlink, outcome
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("roundz=3", r"^roundz = 3: does not stand in \[tool.flwr.app.config\]"),
+        ("roundz=3", r"^roundz = 3: is not in \[tool.flwr.app.config\]"),
         ("rounds=-1", r"^rounds = -1"),
         ("timeout='x'", r"^timeout = 'x': give a number"),
         ("rounds", r"^run-config = 'rounds'"),

@@ -369,7 +369,7 @@ def test_a_file_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--dataset", "a.csv"], "name the column that holds the labels"),
         (["--target", "kind"], "is for files and tables"),
         (["--dataset", "a.csv", "--target", "kind", "--user", "who", "--clients", "4"], "the data have 3 users"),
-        (["--partition", "user"], "the data do not say whose each sample is"),
+        (["--partition", "user"], "the data name no users"),
     ):
         assert status(["run", *wrong, "--quiet"]) == 2
         assert about in " ".join(capsys.readouterr().err.split())

@@ -230,7 +230,7 @@ class Wavering(nn.Module):
 def test_a_file_that_puts_out_something_else_is_not_written(tmp_path: Path) -> None:
     made = tiny.job(rounds=1)
     made.model = Wavering()
-    with pytest.raises(FedaggError, match="puts out other numbers than the network"):
+    with pytest.raises(FedaggError, match="returns other numbers than the network"):
         made.export("torchscript", tmp_path / "model.pt")
     assert not (tmp_path / "model.pt").exists()
 

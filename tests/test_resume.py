@@ -183,7 +183,7 @@ def test_a_folder_that_is_no_run_and_a_run_that_is_there_are_refused(
     with pytest.raises(SettingError, match=r"no config\.toml"):
         tiny.job(resume=tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()
-    with pytest.raises(SettingError, match="holds a run already"):
+    with pytest.raises(SettingError, match="already contains a run"):
         tiny.job(out=ended)
     assert "nothing" in refused(capsys, "run", "--resume", tmp_path / "nothing")
 
@@ -374,7 +374,7 @@ def test_another_error_is_not_taken_for_memory(monkeypatch: pytest.MonkeyPatch) 
         tiny.job(engine="sequential")
 
 
-@pytest.mark.filterwarnings("ignore:the loss of the model is not finite", "ignore:not one client", "ignore:left out")
+@pytest.mark.filterwarnings("ignore:the loss of the model is not finite", "ignore:no client was", "ignore:left out")
 def test_a_loss_that_is_not_finite_is_null_in_the_record_and_comes_back_as_what_it_was(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"algorithm": "fedadam", "server_lr": 1e38, "clients": 10, "epochs": 1, "engine": "sequential"}
     first = fedagg.run(out=tmp_path / "run", rounds=2, **settings)

@@ -295,7 +295,7 @@ def test_a_rate_that_diverges_is_not_the_fault_of_the_batch() -> None:
             return w - rate * torch.exp(200 * rate) * gradient(w), state  # infinite at a rate of 1
 
     fedagg.register("own")(Steep)
-    with pytest.warns(UserWarning, match="not one client was valid in any round \\(not finite\\)"):
+    with pytest.warns(UserWarning, match="no client was valid in any round \\(not finite\\)"):
         run(dense(), vectors(), "own", engine="batched", lr=1.0)
 
 
@@ -327,7 +327,7 @@ def test_a_loss_must_give_a_number_a_sample() -> None:
             return learner.criterion(learner.output(x), y).mean()  # type: ignore[no-any-return]
 
     fedagg.register("own")(Meaned)
-    with pytest.raises(SettingError, match=r"loss = .*Meaned.loss.*one number a sample, and gave shape \(\)"):
+    with pytest.raises(SettingError, match=r"loss = .*Meaned.loss.*one number per sample, and gave shape \(\)"):
         run(dense(), vectors(), "own", engine="sequential")
 
 

@@ -263,7 +263,7 @@ def test_loss_and_metric_are_functions_of_ones_own() -> None:
     assert result.history[-1].keys() >= {"within_a_half", "r2", "mae"}
     with pytest.raises(AttributeError, match=r"Result\.score"):
         _ = result.accuracy
-    with pytest.raises(SettingError, match="one number a sample"):
+    with pytest.raises(SettingError, match="one number per sample"):
         fedagg.run(**shared, metric=lambda output, y: (output - y).abs())
     with pytest.raises(SettingError, match="choose one of mae, r2"):
         fedagg.run(**shared, metric="accuracy")
@@ -293,9 +293,9 @@ def test_what_needs_labels_says_so(given: dict[str, Any], words: str) -> None:
 
 def test_a_model_with_the_wrong_outputs() -> None:
     for kind, model, words in (
-        ("regression", nn.Linear(5, 3), "2 numbers a sample, one for each target"),
+        ("regression", nn.Linear(5, 3), "2 numbers per sample, one for each target"),
         ("tokens", nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(24, 7)), "for every token"),
-        ("tokens", nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 6)), "puts out 6 numbers a token; labels from 0 to 6 need 7"),
+        ("tokens", nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 6)), "returns 6 numbers per token; labels from 0 to 6 need 7"),
     ):
         with pytest.raises(SettingError, match=words):
             fedagg.run(data=dataset(kind), model=model, clients=3, rounds=1)

@@ -110,7 +110,7 @@ class GoesAway(FakeWandB):
 def test_a_store_that_goes_away_does_not_take_the_run_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = GoesAway()
     monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
-    with pytest.warns(FedaggWarning, match="track = 'wandb': the server is gone; the run goes on without it") as told:
+    with pytest.warns(FedaggWarning, match="track = 'wandb': the server is gone; the run continues without it") as told:
         result = fedagg.run(Config(**SMALL), callbacks=[trackers.make("wandb", tmp_path / "one")])
     assert len(told) == 1
     assert len(result.history) == 3

@@ -125,7 +125,7 @@ def test_random_points_are_the_same_every_time() -> None:
 
 def test_a_point_that_fails_is_left_out_and_named() -> None:
     plan = Plan.make("fedavg", {"lr": [0.1, 0.2]}, SMALL)
-    with pytest.warns(FedaggWarning, match=r"lr 0\.2: came to no result"):
+    with pytest.warns(FedaggWarning, match=r"lr 0\.2: has no result"):
         tuned, _ = carried_out(plan, lambda c: None if (c.lr, c.seed) == (0.2, 6) else c.lr)
     assert [trial.settings for trial in tuned.trials] == [{"lr": 0.1}]
 
@@ -140,8 +140,8 @@ def test_a_point_that_fails_is_left_out_and_named() -> None:
         ("fedavg", {"lr": "0.1"}, {}, "grid = {'lr': '0.1'}: give a list"),
         ("fedavg", {"lr": [[0.1]]}, {}, "grid = {'lr': [[0.1]]}: give numbers or words"),
         ("fedavg", {"lr": [0.1]}, {"lr": 0.2}, "lr = 0.2: is on the grid, with 0.1"),
-        ("fedavg", {"seed": [1, 2]}, {}, "grid = 'seed': is no setting by which"),
-        ("fedavg", {"dataset": ["mnist", "cifar10"]}, {}, "grid = 'dataset': is no setting by which"),
+        ("fedavg", {"seed": [1, 2]}, {}, "grid = 'seed': cannot be on this grid"),
+        ("fedavg", {"dataset": ["mnist", "cifar10"]}, {}, "grid = 'dataset': cannot be on this grid"),
         ("fedavg", {"lr": [0.1]}, {"validation": 0.0}, "validation = 0: settings are chosen on training data"),
         ("fedavg", {"lr": [0.1]}, {"seeds": []}, "seeds = '': name at least one"),
         ("fedavg", {"lr": [0.1]}, {"seeds": [-1]}, "seed = -1"),
@@ -223,7 +223,7 @@ def test_stopped_the_command_says_how_to_go_on(
     assert len(seen) == 1
     told = " ".join(capsys.readouterr().err.split())
     (folder,) = (tmp_path / "runs").iterdir()
-    assert f"--out runs/{folder.name} goes on from here" in told
+    assert f"--out runs/{folder.name} resumes from here" in told
     assert not (folder / "best.toml").exists()
     monkeypatch.setattr(running, "run_cell", run_cell)
     assert call("tune", "fedavg", *FLAGS, "--seeds", "5", "--grid", "lr=0.001,0.1", "--out", str(folder)) == 0
@@ -304,7 +304,7 @@ def test_numbers_are_sorted_as_numbers() -> None:
 @pytest.mark.parametrize(
     ("grid", "words"),
     [
-        ({"algorithm": ["fedavg", "fedcm"]}, "grid = 'algorithm': is no setting by which"),
+        ({"algorithm": ["fedavg", "fedcm"]}, "grid = 'algorithm': cannot be on this grid"),
         ({"seed": [1, 2]}, "grid = 'seed'"),
         ({"threads": [1, 2]}, "grid = 'threads': says where or how fast"),
         ({"mu": [1, 2]}, "mu = 1: fedavg has no such option"),

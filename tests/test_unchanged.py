@@ -126,7 +126,7 @@ def checksum(result: Result) -> dict[str, str]:
     return {"weights": weights, "record": hashlib.sha256(json.dumps([rows, result.figures]).encode()).hexdigest()}
 
 
-@pytest.mark.filterwarnings("ignore:not one client was valid", "ignore:left out")
+@pytest.mark.filterwarnings("ignore:no client was valid", "ignore:left out")
 @pytest.mark.parametrize("case", TESTED)
 def test_a_run_is_what_it_was(case: str) -> None:
     assert numbers(trained(case)) == pytest.approx(json.loads(STORED.read_text(encoding="utf-8"))[case], rel=WITHIN, abs=1e-5)

@@ -155,7 +155,7 @@ def test_what_cannot_be_watched(run: Growing, capsys: pytest.CaptureFixture[str]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for words, said in (
-            ([str(run.folder / "none")], "is no folder"),
+            ([str(run.folder / "none")], "is not a folder"),
             ([str(run.folder), "--port", str(port)], f"port = {port}: "),
             ([str(run.folder), "--port", "70000"], "port = 70000: there is no such port"),
         ):

@@ -64,7 +64,7 @@ def latest(folder: Path) -> Checkpoint | None:
         remove_others(folder, keep=[p for p in list_files(folder) if order(p) <= order(path)])
         return found
     if damaged:
-        warnings.warn(f"no whole checkpoint is left in {folder}; the run starts from its first round", FedaggWarning, 2)
+        warnings.warn(f"no intact checkpoint is left in {folder}; the run starts from its first round", FedaggWarning, 2)
     return None
 
 
@@ -77,12 +77,12 @@ def load(path: Path) -> Checkpoint:
         raise ValueError("its checksum does not match")
     counts = [facts[name] for name in ("round", "format", "metrics.jsonl", "clients.jsonl") if name in facts or name == "round"]
     if any(type(count) is not int or count < 0 for count in counts):
-        raise ValueError("its numbers make no sense")
+        raise ValueError("its numbers are not valid")
     if not isinstance(facts.get("identity", {}), dict) or not isinstance(facts.get("seconds", 0.0), int | float):
-        raise ValueError("its facts make no sense")
+        raise ValueError("its facts are not valid")
     numbers = facts.get("numbers", {})
     if not isinstance(numbers, dict) or not all(isinstance(value, int | float) for value in numbers.values()):
-        raise ValueError("its state makes no sense")
+        raise ValueError("its state is not valid")
     tensors = (load_tensors(part.read_bytes()) for part in parts)
     return Checkpoint(facts["round"], next(tensors), facts, tensors)
 

@@ -50,7 +50,7 @@ def describe_arguments(data: Dataset | None, model: nn.Module | None, parts: Any
     if model is not None:
         if not isinstance(model, nn.Module):
             raise SettingError(
-                "model", getattr(model, "__name__", type(model).__name__), "give a torch module, made, or a network's name"
+                "model", getattr(model, "__name__", type(model).__name__), "give a torch module (an object) or a network's name"
             )
         for name, parameter in model.named_parameters():
             if getattr(parameter, "_post_accumulate_grad_hooks", None):
@@ -58,7 +58,7 @@ def describe_arguments(data: Dataset | None, model: nn.Module | None, parts: Any
                 raise SettingError("model", type(model).__name__, words)
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.is_meta or tensor.layout != torch.strided:
-                words = f"{name} is {'on the meta device' if tensor.is_meta else 'sparse'}: it has to have all its numbers"
+                words = f"{name} is {'on the meta device' if tensor.is_meta else 'sparse'}; give a tensor with all its numbers"
                 raise SettingError("model", type(model).__name__, words)
         known["model"] = "custom"
     if parts is not None:
@@ -148,13 +148,13 @@ def merge_config(
             raise SettingError(name, settings[name], f"what was given from Python is {value!r}; leave the setting out")
     for name in ("norm", "dropout"):
         if "model" in given and settings.get(name) is not None:
-            raise SettingError(name, settings[name], "is for networks that are named; a module of yours has its own")
+            raise SettingError(name, settings[name], "is for named networks; your own module has its own")
     if config is None:
         return resolve({**settings, **given}, preset=preset, method=kind)
     if not isinstance(config, Config):
         raise SettingError("config", type(config).__name__, "give a fedagg.Config, or settings as keywords")
     if preset is not None:
-        raise SettingError("preset", preset, "a configuration is complete as it is: give one of the two")
+        raise SettingError("preset", preset, "a configuration is already complete; give one of the two")
     changes = {**given, **{name: value for name, value in settings.items() if value is not None}}
     plugins.load(config.plugin)  # a separate process may not have loaded it yet
     return config.changed_to(changes, kind) if changes else config
@@ -163,7 +163,7 @@ def merge_config(
 def check_callbacks(callbacks: Any) -> None:
     """Refuse objects that are not callbacks: otherwise the mistake shows after all the work, or never."""
     if not isinstance(callbacks, Sequence):
-        raise SettingError("callbacks", type(callbacks).__name__, "give a list, also of one")
+        raise SettingError("callbacks", type(callbacks).__name__, "give a list, even for one")
     for callback in callbacks:
         found = [name for name in ("started", "round_done", "finished") if hasattr(callback, name)]
         if not found or not all(callable(getattr(callback, name)) for name in found) or isinstance(callback, type):
@@ -213,16 +213,14 @@ def check_task(config: Config, algorithm: Algorithm, task: Task) -> None:
     asked = [f"--{name.replace('_', '-')}" for name in ("per_client", "personal") if getattr(config, name)]
     asked += [config.method] if type(algorithm).personalised is not Algorithm.personalised else []
     if asked and not config.client_test:
-        words = (
-            f"{asked[0]} tests on samples like a client's own, which labels tell, and {task.name} has none; give a share, as 0.2"
-        )
+        words = f"{asked[0]} needs class labels, and {task.name} has none; give a share, such as 0.2"
         raise SettingError("client_test", config.client_test, words)
 
 
 def check_method(config: Config, algorithm: Algorithm, task: Task) -> None:
     """Refuse a method that cannot learn this task."""
     if algorithm.labels and task.name != CLASSIFICATION.name:
-        raise SettingError("algorithm", config.method, f"looks at class labels, and the task is {task.name}; choose another method")
+        raise SettingError("algorithm", config.method, f"uses class labels, and the task is {task.name}; choose another method")
 
 
 def try_out(
@@ -234,7 +232,7 @@ def try_out(
         return SettingError("model", config.model, words + (f": {first_line(error)}" if error else ""))
 
     if any(isinstance(p, UninitializedParameter | UninitializedBuffer) for p in (*module.parameters(), *module.buffers())):
-        raise wrong("has layers that do not know their sizes yet: run a batch through it first")
+        raise wrong("has layers without sizes; run a batch through it first")
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
         raise wrong("is scripted; give the module that it was made from")
     if not any(p.requires_grad for p in module.parameters()):
@@ -254,12 +252,12 @@ def try_out(
             raise wrong(words, error) from None
         if words := misfit(output, y, task, data):
             form = tuple(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__}"
-            raise wrong(f"must put out {words}, and put out {form} for {len(x)} samples")
+            raise wrong(f"must return {words}, but returned {form} for {len(x)} samples")
         if loss is task.loss and data.task in ("classification", "tokens") and output.shape[-1] < data.classes:
             unused = not bool((data.y_train == 0).any() | (data.y_test == 0).any())
             advice = "; no label is 0: count from 0, with y - 1" if unused else ""
-            each = "a sample" if data.task == "classification" else "a token"
-            words = f"puts out {output.shape[-1]} numbers {each}; labels from 0 to {data.classes - 1} need {data.classes}{advice}"
+            each = "per sample" if data.task == "classification" else "per token"
+            words = f"returns {output.shape[-1]} numbers {each}; labels from 0 to {data.classes - 1} need {data.classes}{advice}"
             raise wrong(words)
         check_loss(loss, output, y)
         check_metric(task, output.detach(), y)
@@ -273,7 +271,7 @@ def try_out(
                 words = f"gives client {client} one sample, and the model does not take it alone; let it have more"
                 raise SettingError("partition", config.partition, words)
             if len(part) % config.batch_size == 1 or config.batch_size == 1:
-                words = f"leaves client {client} with a batch of one, which the model does not take; choose another"
+                words = f"leaves client {client} with a batch of one, which the model does not take; choose another size"
                 raise SettingError("batch_size", config.batch_size, words)
         x, y = data.x_test[:2].to(device, copy=True), data.y_test[:2].to(device, copy=True)
         try:
@@ -283,7 +281,7 @@ def try_out(
         except Exception as error:
             raise wrong("does not take test samples in evaluation mode", error) from None
         if not taken:
-            raise wrong(f"must put out a row of numbers a sample in evaluation mode too, also for {len(x)}")
+            raise wrong(f"must return a row of numbers per sample in evaluation mode too, even for {len(x)} samples")
 
 
 def misfit(output: object, y: Tensor, task: Task, data: Dataset) -> str:
@@ -291,11 +289,17 @@ def misfit(output: object, y: Tensor, task: Task, data: Dataset) -> str:
     shape = tuple(output.shape) if isinstance(output, Tensor) else None
     if task.name == "tokens":
         wanted = tuple(y.shape)
-        return "" if shape is not None and shape[:-1] == wanted else f"a number a class for every token, {(*wanted, data.classes)}"
+        return (
+            "" if shape is not None and shape[:-1] == wanted else f"one number per class for every token, {(*wanted, data.classes)}"
+        )
     if task.name == "classification":
-        return "" if shape is not None and len(shape) == 2 and shape[0] == len(y) else "a row of numbers a sample, a number a class"
+        return (
+            ""
+            if shape is not None and len(shape) == 2 and shape[0] == len(y)
+            else "a row of numbers per sample, one number per class"
+        )
     fits = shape is not None and shape[:1] == (len(y),) and (shape == tuple(y.shape) or shape[1:] == (data.classes,))
-    return "" if fits else f"{data.classes} numbers a sample, one for each target"
+    return "" if fits else f"{data.classes} numbers per sample, one for each target"
 
 
 def extremes(data: Dataset) -> Tensor:
@@ -317,7 +321,7 @@ def hint(module: nn.Module, data: Dataset) -> str:
 
 def check_loss(loss: Loss, output: Tensor, y: Tensor) -> None:
     if not callable(loss):
-        raise SettingError("loss", loss, "give a function of output and target, with one number a sample")
+        raise SettingError("loss", loss, "give a function of output and target, with one number per sample")
     try:
         losses = loss(output, y)
         shape = tuple(losses.shape)
@@ -325,10 +329,10 @@ def check_loss(loss: Loss, output: Tensor, y: Tensor) -> None:
         words = f"does not take the model's output: {first_line(error)}"
         raise SettingError("loss", name_of(loss), words) from None
     if shape != (len(y),):
-        words = f"must give one number a sample, and gave shape {shape} for {len(y)} (in torch: reduction='none')"
+        words = f"must give one number per sample, and gave shape {shape} for {len(y)} (in torch: reduction='none')"
         raise SettingError("loss", name_of(loss), words)
     if not losses.requires_grad:
-        raise SettingError("loss", name_of(loss), "has no gradient: neither it nor the model may detach what it puts out")
+        raise SettingError("loss", name_of(loss), "has no gradient: neither the loss nor the model may detach its result")
 
 
 def check_metric(task: Task, output: Tensor, y: Tensor) -> None:

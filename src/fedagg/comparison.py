@@ -132,7 +132,7 @@ def score(result: Result) -> Score:
 
 
 def task(c: Config, seeds: Sequence[int]) -> str:
-    """One line that says what the figures are about."""
+    """One line that says what the figures refer to."""
     first, last = min(seeds), max(seeds)
     which = f"seed {first}" if first == last else f"seeds {first} to {last}"
     words = f"{c.dataset}, {c.model}, {c.partition}, {c.clients} clients, {100 * c.participation:g} % a round, {which}"
@@ -258,7 +258,7 @@ def carry_out(
 ) -> Comparison:
     """Make the runs, each in its own folder. Runs that are already finished there are not repeated."""
     if (folder / "config.toml").exists():
-        raise SettingError("out", str(folder), "is the folder of one run; choose another, which gets a folder for each method")
+        raise SettingError("out", str(folder), "is the folder of a single run; choose another folder, for all methods")
     several = len(configs) > len(first_seeds(configs))
     places = {config: folder / folder_name(config, several) for config in configs}
     for config, own in places.items():
@@ -330,7 +330,7 @@ def check_folder(place: Path, config: Config, folder: Path) -> None:
     free = record.MAY_CHANGE - {"rounds", "stop_at", "patience"}
     differs = ", ".join(f"{k} {before.get(k)!r}" for k in before | now if before.get(k) != now.get(k) and k not in free)
     if differs:
-        raise SettingError("out", str(folder), f"holds a run of {config.method} already, with {differs}; choose another folder")
+        raise SettingError("out", str(folder), f"already contains a run of {config.method}, with {differs}; choose another folder")
 
 
 class Ready(Exception):

@@ -365,7 +365,7 @@ def read(path: Path) -> dict[str, Any]:
         raise SettingError("config", str(path), "there is no such file") from None
     except IsADirectoryError:
         inside = path / "config.toml"
-        fix = f"name the file in it, {inside}, or go on with --resume" if inside.exists() else "name a TOML file of settings"
+        fix = f"name the file in it, {inside}, or continue with --resume" if inside.exists() else "name a TOML file of settings"
         raise SettingError("config", str(path), f"is a folder; {fix}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError("config", str(path), f"cannot be read: {error}") from None

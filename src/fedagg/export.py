@@ -66,7 +66,7 @@ def export(network: nn.Module, inputs: Inputs | None, to: str, path: Path | None
             written, run = (onnx if to == "onnx" else torchscript)(whole, x[:2])
             difference = float((run(x) - expected).abs().max())
         if not difference <= CLOSE * max(1.0, float(expected.abs().max())):  # true for NaN too
-            raise FedaggError(f"export to {to}: the file puts out other numbers than the network, by up to {difference:.3g}")
+            raise FedaggError(f"export to {to}: the file returns other numbers than the network, by up to {difference:.3g}")
         samples = len(x)
     files.folder(path.parent)
     files.write(path, written)

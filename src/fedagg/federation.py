@@ -96,7 +96,7 @@ def guarded(function: Callable[P, R]) -> Callable[P, R]:
                 raise
             folder = kwargs.get("resume") or kwargs.get("out")
             begun = folder is not None and (Path(str(folder)) / "config.toml").exists()
-            again = f", then go on with --resume {shlex.quote(str(folder))}" if begun else ""
+            again = f", then continue with --resume {shlex.quote(str(folder))}" if begun else ""
         # Of a run that has begun, name only settings that may still change.
         less = "--chunk, or give --client-memory disk" if begun else "--chunk, --batch-size or --participation, or the model"
         raise FedaggError(f"out of memory; lower {less}{again}")
@@ -407,7 +407,7 @@ def warn_about(history: list[dict[str, Any]], scored: list[dict[str, Any]]) -> N
     """Warn if a run achieved nothing."""
     causes = {cause for row in history for cause in row["causes"]} - {"dropped out"}
     if causes and all(row.get("unchanged") for row in history):
-        words = f"not one client was valid in any round ({', '.join(sorted(causes))}): the model is as it was"
+        words = f"no client was valid in any round ({', '.join(sorted(causes))}): the model is unchanged"
         warnings.warn(words, stacklevel=4)
     if scored and not math.isfinite(scored[-1]["loss"]):
         warnings.warn("the loss of the model is not finite: lower lr, or server_lr where the method has one", stacklevel=4)
@@ -494,7 +494,7 @@ def deal(config: Config, data: Dataset) -> Sequence[Any]:
         raise SettingError("partition", "custom", "give your own partition from Python as parts=[...]")
     if config.partition == "user":
         if data.users is None:
-            words = "the data do not say whose each sample is; name the column with user, or give fedagg.Dataset(..., users=...)"
+            words = "the data name no users; name the column with user, or give fedagg.Dataset(..., users=...)"
             raise SettingError("partition", "user", words)
         return partition.by_user(data.users, config.clients)
     if config.partition == "feature" and not isinstance(data.x_train, Tensor):

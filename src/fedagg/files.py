@@ -26,7 +26,7 @@ def write(path: Path, content: bytes | str) -> None:
     except OSError as error:
         with suppress(OSError):
             aside.unlink()
-        fix = "free some space and go on with --resume, or choose another --out"
+        fix = "free some space and continue with --resume, or choose another --out"
         raise FedaggError(f"{path}: cannot be written ({reason(error)}); {fix}") from None
 
 
@@ -44,7 +44,7 @@ def append(path: Path, line: str) -> None:
                 raise
     except OSError as error:
         raise FedaggError(
-            f"{path}: cannot be written ({reason(error)}); make room, then go on with --resume {shlex.quote(str(path.parent))}"
+            f"{path}: cannot be written ({reason(error)}); make room, then continue with --resume {shlex.quote(str(path.parent))}"
         ) from None
 
 

@@ -50,7 +50,7 @@ class Record:
             return
         files.folder(folder)
         if (folder / "config.toml").exists():
-            raise SettingError("out", str(folder), "holds a run already; choose another folder, or --resume it")
+            raise SettingError("out", str(folder), "already contains a run; choose another folder, or --resume it")
         self.claim = files.Claim(folder, "out")
         with self.closed_on_failure():
             # config.toml comes last: a folder that has one is a run that can be resumed.
@@ -86,7 +86,7 @@ class Record:
         done = self.resumed.round if self.resumed else 0
         if self.resumed is None and not checkpoint.list_files(folder / "checkpoints") and (folder / "metrics.jsonl").exists():
             if (folder / "result.json").exists():  # the run has ended
-                words = "its checkpoints are gone, and a run goes on from one; run it anew, with --checkpoint-every to keep them"
+                words = "its checkpoints are gone; start a new run, with --checkpoint-every to keep them"
                 raise SettingError("resume", str(folder), words)
             words = f"{folder}: stopped before its first checkpoint, or has lost them; the run starts from its first round"
             warnings.warn(words, FedaggWarning, stacklevel=2)

@@ -37,9 +37,9 @@ class Registry(dict[str, T]):
     def add(self, name: str, thing: T) -> None:
         """Add a thing. Registering the same class or function again, as reloading its module does, is fine."""
         if not isinstance(name, str) or not name or name == "custom" or not name.isprintable() or set(name) & set(" ,/\\"):
-            raise SettingError(self.setting, name, "a name is a word without blanks, commas and slashes, and not 'custom'")
+            raise SettingError(self.setting, name, "a name is a word without spaces, commas or slashes, and not 'custom'")
         if name in self.taken:
-            raise SettingError(self.setting, name, f"is a name of the package's own; choose another name for {origin(thing)}")
+            raise SettingError(self.setting, name, f"is a name of the package itself; choose another name for {origin(thing)}")
         if name in self and origin(self[name]) != origin(thing):
             raise SettingError(self.setting, name, f"is taken by {origin(self[name])}; choose another name for {origin(thing)}")
         self[name] = thing
@@ -52,7 +52,7 @@ class Registry(dict[str, T]):
                     try:
                         self.load(entry)
                     except Exception as error:  # other packages' code may raise anything
-                        words = f"cannot be loaded from {entry.value}: {first_line(error)}; mend or remove that package"
+                        words = f"cannot be loaded from {entry.value}: {first_line(error)}; repair or remove that package"
                         raise SettingError(self.setting, name, words) from None
         if name not in self:
             raise unknown(self.setting, name, [*self.taken, *self.all()])

@@ -66,7 +66,7 @@ class Task:
         else:
             raise SettingError("metric", metric, "give a function of output and target, a fedagg.tasks.Metric, or a name")
         if not chosen.key.isidentifier() or chosen.key in TAKEN:
-            raise SettingError("metric", chosen.key, "is no name for a new figure of the record; choose another")
+            raise SettingError("metric", chosen.key, "cannot be the name of a metric; choose another")
         return replace(self, metric=chosen, others=tuple(each for each in self.metrics if each.key != chosen.key))
 
 
@@ -88,7 +88,7 @@ def averaged(function: Callable[[Tensor, Tensor], Tensor]) -> Metric:
         scores = function(output, y)
         if not isinstance(scores, Tensor) or scores.shape != (len(y),):
             form = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-            raise SettingError("metric", name, f"must give one number a sample, and gave {form} for {len(y)}")
+            raise SettingError("metric", name, f"must give one number per sample, and gave {form} for {len(y)}")
         return with_count(scores)
 
     return Metric(key, key.replace("_", " "), percent=False, tally=tally, score=mean, possible=possible_mean)

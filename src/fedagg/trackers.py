@@ -92,7 +92,7 @@ class Tolerant:
                 listen(what)
             except Exception as error:
                 self.works = False
-                words = f"track = {self.name!r}: {first_line(error).rstrip('.')}; the run goes on without it"
+                words = f"track = {self.name!r}: {first_line(error).rstrip('.')}; the run continues without it"
                 warnings.warn(words, FedaggWarning, stacklevel=2)
 
 

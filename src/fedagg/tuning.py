@@ -172,7 +172,7 @@ class Plan:
             raise KeyboardInterrupt
         known = [(t, [found(t.config.changed(seed=seed)) for seed in self.seeds]) for t in trials]
         for lost in (t for t, each in known if None in each):
-            words = f"{label(lost.settings)}: came to no result with every seed, and is left out"
+            words = f"{label(lost.settings)}: has no result for every seed, and is left out"
             warnings.warn(words, FedaggWarning, stacklevel=3)
         return [with_scores(t, [one for one in each if one is not None]) for t, each in known if None not in each]
 
@@ -230,7 +230,7 @@ def best_first(rank: float, loss: float) -> tuple[float, float]:
 
 
 def no_result_error() -> FedaggError:
-    return FedaggError("grid: no point came to a result with every seed; the runs' errors say why")
+    return FedaggError("grid: no point has a result for every seed; the errors of the runs say why")
 
 
 def ends_of(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -502,7 +502,7 @@ def axes_of(grid: Mapping[str, Iterable[Any]], given: Mapping[str, Any], no_axes
             raise SettingError("grid", name, "says where or how fast a run goes, and the result stays the same; leave it out")
         if name in no_axes:
             instead = {"seed": "give --seeds", "validation": "give --validation", "algorithm": "use `fedagg compare`"}
-            words = "is no setting by which one method is better than itself"
+            words = "cannot be on this grid"
             raise SettingError("grid", name, f"{words}; {instead.get(name, 'use `fedagg sweep`')}")
         if name in given:
             raise SettingError(
@@ -523,7 +523,7 @@ def limits(name: str, config: Config) -> Mapping[str, float]:
 
 
 def task(c: Config, plan: Plan) -> str:
-    """One line that says what the figures are about; settings on the grid are left out."""
+    """One line that says what the figures refer to; settings on the grid are left out."""
     about = {"dataset": c.dataset, "model": c.model, "partition": runs.split(c), "clients": f"{c.clients} clients"}
     about["participation"] = f"{100 * c.participation:g} % a round"
     words = [word for name, word in about.items() if name not in plan.axes]

@@ -70,7 +70,7 @@ def test_memory_that_runs_out_in_a_run_that_has_begun_names_what_may_change(
 
     with monkeypatch.context() as patch:
         patch.setattr("fedagg.engines.sequential.Sequential.client", full)
-        with pytest.raises(fedagg.errors.FedaggError, match=r"lower --chunk, or give --client-memory disk, then go on with"):
+        with pytest.raises(fedagg.errors.FedaggError, match=r"lower --chunk, or give --client-memory disk, then continue with"):
             fedagg.run(resume=tmp_path / "run", **settings | {"rounds": 2})
         with pytest.raises(fedagg.errors.FedaggError, match=r"lower --chunk, --batch-size or --participation, or the model$"):
             fedagg.run(out=tmp_path / "other", **settings)
@@ -106,7 +106,7 @@ def test_yes_is_no_number(tmp_path: Path, name: str, method: str) -> None:
 @pytest.mark.parametrize("engine", ["sequential", "batched"])
 def test_a_large_number_is_one_line_or_a_run(engine: str) -> None:
     quick: dict[str, Any] = {"clients": 4, "participation": 0.5, "rounds": 1, "device": "cpu", "engine": engine}
-    with pytest.warns(UserWarning, match="not one client was valid"):
+    with pytest.warns(UserWarning, match="no client was valid"):
         fedagg.run(algorithm="fedprox", mu=1e38, **quick)
 
 

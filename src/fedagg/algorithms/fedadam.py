@@ -18,7 +18,7 @@ from fedagg.flat import Layout, Model
 class FedAdam(Algorithm):
     server_lr: float = option(0.01, "learning rate of the server", gt=0)
     beta1: float = option(0.9, "momentum of the server's step", ge=0, lt=1)
-    beta2: float = option(0.99, "how long the second moment remembers", ge=0, lt=1)
+    beta2: float = option(0.99, "weight of earlier rounds in the second moment", ge=0, lt=1)
     tau: float = option(1e-3, "adaptivity: the smaller, the more steps differ between weights", gt=0)
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:

@@ -30,8 +30,8 @@ class FedAggPaper(Algorithm):
     direction: Literal["mixed", "local", "aggregated"] = option("local", "what a client steps along")
     tolerance: float = option(1e-3, "the tolerance of Algorithm 1", gt=0)
     # Algorithm 1 run to its limit gives rates of zero. A few passes from a positive rate work better.
-    passes: int = option(1, "most passes of Algorithm 1", ge=1, le=1000)
-    cap: float = option(1.0, "rates stay under cap over the client's own smoothness", gt=0)
+    passes: int = option(1, "largest number of passes of Algorithm 1", ge=1, le=1000)
+    cap: float = option(1.0, "rates stay below cap divided by the client's own smoothness", gt=0)
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
         self.epsilon, self.departure = UNKNOWN, float("nan")

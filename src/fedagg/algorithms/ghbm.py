@@ -20,7 +20,9 @@ from fedagg.work import Client, Gradient, State, Work
 @dataclass
 class GHBM(Algorithm):
     ghb_beta: float = option(0.9, "β, the weight of the momentum", ge=0, lt=1)
-    ghb_tau: int | None = option(None, "τ, the rounds that the momentum covers; by default all clients over those of a round", ge=1)
+    ghb_tau: int | None = option(
+        None, "τ, the number of rounds that the momentum covers; by default all clients divided by those of a round", ge=1
+    )
 
     def past(self, model: Model) -> Tensor:
         """The models of the last τ rounds, the oldest first; empty before the first round."""

@@ -27,20 +27,23 @@ SPIN = "10000"  # iterations of a waiting loop, tens of microseconds; libgomp's 
 COMMANDS = {
     "run": ("train:run", "Train one federated model, and keep everything about it in a run folder."),
     "compare": ("compare:compare", "Run several methods side by side: one table, one plot, and a run folder each."),
-    "tune": ("tune:tune", "Try a grid of settings on training data that is held back, and say which are best."),
-    "sweep": ("tune:sweep", "Run a method over a grid of any settings, the task's among them, and show how the result changes."),
+    "tune": ("tune:tune", "Try a grid of settings on held-back training data, and name the best."),
+    "sweep": ("tune:sweep", "Run a method over a grid of any settings, including the task's, and show how the result changes."),
     "list": ("catalogue:list_all", "Show algorithms, data sets, models, partitions, engines, trackers and presets."),
-    "reproduce": ("reproduce:reproduce", "Run what a table or figure of the paper needs, and set it beside the paper's numbers."),
+    "reproduce": ("reproduce:reproduce", "Run what a table or figure of the paper needs, and show it beside the paper's numbers."),
     "plot": ("plot:plot", "Draw figures of the paper from a results folder, or the curves of runs, as PNG, SVG and PDF."),
-    "table": ("table:table", "Show what runs came to: means over seeds, differences from the first method, and what it cost."),
-    "report": ("report:report", "Make one web page of runs or of a grid: curves, learning rates, drift, tables."),
+    "table": ("table:table", "Show the results of runs: means over seeds, differences from the first method, and costs."),
+    "report": ("report:report", "Make a web page of runs or of a grid: curves, learning rates, drift, tables."),
     "export": ("export:export", "Write the trained network to a file that runs without fedagg, and check it by running it."),
-    "watch": ("watch:watch", "Follow runs in a web page while they train: the report's page, which changes as they go on."),
-    "bounds": ("bounds:bounds", "Make a run again and hold it against the paper's bounds: constants, a table, CSV, JSON and PNG."),
-    "partition": ("partition:partition", "Show how a data set is split: label counts, client sizes, three distances, over σ too."),
+    "watch": ("watch:watch", "Follow runs in a web page while they train: the page of `fedagg report`, kept up to date."),
+    "bounds": ("bounds:bounds", "Repeat a run and compare it with the paper's bounds: constants, a table, CSV, JSON and PNG."),
+    "partition": (
+        "partition:partition",
+        "Show how a data set is split: label counts, client sizes and three distances, also over σ.",
+    ),
     "bench": ("bench:bench", "Time FedAvg's rounds: a plain PyTorch loop, our engines, and loops of your own."),
     "data": ("datasets:app", "Data sets: fetch, verify, where they are."),
-    "flower": ("flower:app", "A real federation on Flower: a project to start from, keys, nodes."),
+    "flower": ("flower:app", "A real federation on Flower: a project to start from, keys, nodes, runs."),
 }
 
 

@@ -26,14 +26,14 @@ def bench(
     model: Annotated[str, typer.Option(help=f"the network, of {', '.join(models.names())}")] = "linear",
     clients: Annotated[int, typer.Option(min=1, help="clients in the federation")] = 100,
     participation: Annotated[float, typer.Option(help="share of the clients that takes part in a round")] = 0.2,
-    rounds: Annotated[int, typer.Option(min=1, help="timed rounds of every rival and pass")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="timed rounds of every rival in each of its turns")] = 5,
     samples: Annotated[int, typer.Option(min=1, help="samples of every client")] = 600,
-    passes: Annotated[int, typer.Option(min=1, help="how often the rivals take turns")] = 2,
+    passes: Annotated[int, typer.Option(min=1, help="number of turns of every rival")] = 2,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:0, ...")] = "auto",
     precision: Annotated[str, typer.Option(help="our arithmetic on a GPU, of tf32, fp32, bf16")] = "tf32",
     rivals: Annotated[str, typer.Option(help=RIVAL_HELP)] = ",".join(RIVALS),
     beside: Annotated[
-        int, typer.Option("--neighbours", help="instead, time our engine alone and in this many processes side by side")
+        int, typer.Option("--neighbours", help="instead of rivals, time our engine alone and in this many processes side by side")
     ] = 0,
     seconds: Annotated[float, typer.Option(min=0.01, help="with --neighbours: how long each turn lasts")] = 5.0,
     out_dir: Annotated[Path | None, typer.Option("--out", help="keep the table in this folder, as JSON and Markdown")] = None,

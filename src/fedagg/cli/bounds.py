@@ -26,13 +26,15 @@ def bounds(
     run: Annotated[Path, typer.Argument(help="a run folder")],
     *,
     out_dir: Annotated[Path | None, typer.Option("--out", help="where the files go (default the run folder)")] = None,
-    rounds: Annotated[int | None, typer.Option(help="only the first so many rounds", min=1, show_default=False)] = None,
-    fixed_point: Annotated[bool, typer.Option("--fixed-point", help="also Algorithm 1 on the run's clients, pass by pass")] = False,
-    passes: Annotated[int, typer.Option(help="passes of Algorithm 1 for --fixed-point", min=1)] = 10,
+    rounds: Annotated[int | None, typer.Option(help="only this many rounds, from the first", min=1, show_default=False)] = None,
+    fixed_point: Annotated[
+        bool, typer.Option("--fixed-point", help="also run Algorithm 1 on the run's clients, and show each of its passes")
+    ] = False,
+    passes: Annotated[int, typer.Option(help="number of passes of Algorithm 1, with --fixed-point", min=1)] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
     data_dir: Annotated[str | None, typer.Option(help="where data sets are", show_default=False)] = None,
 ) -> int:
-    """Make a run again and hold it against the paper's bounds: constants, a table, CSV, JSON and PNG.
+    """Repeat a run and compare it with the paper's bounds: constants, a table, CSV, JSON and PNG.
 
     The exit status is 1 if a bound that applies does not hold.
     """

@@ -16,7 +16,7 @@ from fedagg.cli.show import out
 from fedagg.config import ENGINES, PRESETS
 
 HERE = Path(fedagg.__file__).parent
-PLUGIN = "a Python file or module that brings methods, data sets, models, partitions or trackers; may be repeated"
+PLUGIN = "a Python file or module that adds methods, data sets, models, partitions or trackers; may be repeated"
 Plugin = Annotated[list[str] | None, typer.Option("--plugin", help=PLUGIN, show_default=False)]
 # What is listed: the file, the table in it, and the group of entry points.
 TABLES = {

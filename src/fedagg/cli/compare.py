@@ -29,27 +29,27 @@ from fedagg.reproduce import running
 from fedagg.reproduce.grid import Cell
 from fedagg.reproduce.running import CellResult
 
-TARGET = "also show the rounds and megabytes until this accuracy was reached, e.g. 0.8; or what else runs are judged by"
+TARGET = "also show the rounds and megabytes until this accuracy (or other metric) was reached, e.g. 0.8"
 
 
 def compare(
     algorithms: Annotated[str, typer.Argument(help="methods, separated by commas, e.g. fedagg,fedavg,fedadam")],
     config: Annotated[Path | None, typer.Argument(help="a TOML file of settings", show_default=False)] = None,
     *,
-    seeds: Annotated[int, typer.Option(help="run every method with so many seeds, from --seed on", min=1)] = 1,
+    seeds: Annotated[int, typer.Option(help="number of seeds to run every method with, from --seed on", min=1)] = 1,
     target: Annotated[float | None, typer.Option(help=TARGET, show_default=False)] = None,
     jobs: Jobs = "1",
     track: Annotated[str | None, typer.Option("--track", help=TRACK, show_default=False)] = None,
     out_dir: Annotated[Path | None, typer.Option("--out", help="folder of the comparison (default runs/<time>-compare)")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="no progress display")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="show no progress")] = False,
     watch: Watch = False,
     **settings: Any,
 ) -> int:
     """Run several methods side by side: one table, one plot, and a run folder each.
 
     With several seeds: mean and deviation, a band in the plot, and the differences from the first method, seed by seed, with a 95 %
-    interval. Stopped, the same command goes on: what is finished in its folder is not run again.
+    interval. If stopped, the same command resumes: finished runs in its folder are not run again.
     """
     preset = settings.pop("preset", None)
     names = algorithms.split(",")
@@ -113,4 +113,4 @@ def tell(found: Comparison, path: Path, as_json: bool) -> None:
 
 def hint(folder: Path, out_dir: Path | None) -> None:
     more = "" if out_dir is not None else f" with --out {shlex.quote(str(folder))}"
-    err.print(f"stopped; the same command{more} goes on from here", style="yellow", markup=False, soft_wrap=True)
+    err.print(f"stopped; the same command{more} resumes from here", style="yellow", markup=False, soft_wrap=True)

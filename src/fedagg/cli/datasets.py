@@ -16,7 +16,7 @@ Dir = Annotated[Path | None, typer.Option("--data-dir", help="where data sets ar
 
 @app.command()
 def fetch(name: Annotated[str, typer.Argument(help="data set, see `fedagg list`")], data_dir: Dir = None) -> None:
-    """Download a data set from its publisher and check it; files that are there and right are kept."""
+    """Download a data set from its publisher and check it; files that are already there and correct are kept."""
     out.print(str(data.fetch(name, data_dir)), soft_wrap=True)
 
 
@@ -31,5 +31,5 @@ def verify(name: Annotated[str, typer.Argument(help="data set, see `fedagg list`
 
 @app.command()
 def where(data_dir: Dir = None) -> None:
-    """Print the folder that data sets are looked for in."""
+    """Print the folder in which data sets are expected."""
     out.print(str(data.where(data_dir)), soft_wrap=True)

@@ -15,15 +15,17 @@ from fedagg.errors import SettingError, first_line, unknown
 from fedagg.export import ENDINGS
 
 TO = f"the format: {', '.join(ENDINGS)} (weights alone)"
-MODEL = "what makes the network, where the run got it from Python, e.g. task.py:model"
-SHAPE = "shape of a sample, e.g. 1,28,28, where the run folder does not say it"
+MODEL = "the function that makes the network, if the run got it from Python, e.g. task.py:model"
+SHAPE = "shape of a sample, e.g. 1,28,28, if the run folder does not say it"
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="a run folder, also that of a federation's server")],
+    run: Annotated[Path, typer.Argument(help="a run folder, which may be that of a federation's server")],
     *,
     to: Annotated[str, typer.Option("--to", help=TO)],
-    path: Annotated[Path | None, typer.Option("--out", "-o", help="the file (default export.onnx and the like in the run)")] = None,
+    path: Annotated[
+        Path | None, typer.Option("--out", "-o", help="the file (default export.onnx or the like in the run folder)")
+    ] = None,
     model: Annotated[str | None, typer.Option(help=MODEL, show_default=False)] = None,
     shape: Annotated[str | None, typer.Option(help=SHAPE, show_default=False)] = None,
 ) -> None:

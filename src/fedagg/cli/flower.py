@@ -26,9 +26,9 @@ Run = Annotated[int | None, typer.Argument(metavar="[RUN]", help="its number; th
 
 @app.command()
 def new(folder: Folder) -> None:
-    """Write a project that runs at once with `flwr run`: replace its model() and data() by yours."""
+    """Write a project that runs at once with `flwr run`; replace its model() and data() with your own."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise SettingError("DIR", str(folder), "exists already and is not empty; choose a new folder")
+        raise SettingError("DIR", str(folder), "already exists and is not empty; choose a new folder")
     files.folder(folder, "DIR")
     copy(resources.files("fedagg.flower") / "template", folder)
     typer.echo(f"wrote {folder}: put your model and data into federation/task.py, then try it with:")
@@ -42,7 +42,7 @@ def keys(
     host: Annotated[list[str] | None, typer.Option(help="a name or address of the server; may be repeated")] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="the SuperLink's port")] = 8000,
 ) -> None:
-    """Make the certificates of the server and a key for every node, in DIR/keys, and the connection for `flwr run`."""
+    """Make the server's certificates and a key for every node, in DIR/keys, and set up the connection for `flwr run`."""
     from fedagg.flower.keys import make
 
     hosts = [*(host or []), *LOCAL]
@@ -57,7 +57,7 @@ def keys(
 @app.command()
 def register(folder: Folder) -> None:
     """Tell the running SuperLink which nodes may join: those with a public key in DIR/keys. To add a node, put its key there
-    and say it again."""
+    and run this command again."""
     from fedagg.flower.control import Control, Unreachable
 
     public = sorted((folder / "keys").glob("node-*.pub"))
@@ -82,10 +82,10 @@ def register(folder: Folder) -> None:
 def run(
     folder: Folder,
     run_config: Annotated[list[str] | None, typer.Option(help='settings, such as "rounds=10 lr=0.1"; may be repeated')] = None,
-    restarts: Annotated[int, typer.Option(min=0, help="how often a run that fails is started again")] = 0,
+    restarts: Annotated[int, typer.Option(min=0, help="how many times a failed run is restarted")] = 0,
     patience: Annotated[float, typer.Option(min=0, help="seconds to wait for a SuperLink that is down")] = 120.0,
 ) -> None:
-    """Start a run and stay with it until it ends. The exit status says whether it came to its end."""
+    """Start a run and stay with it until it ends. The exit status says whether the run was completed."""
     from fedagg.flower.control import Control, settings
 
     overrides = settings(folder, run_config or [])
@@ -96,7 +96,7 @@ def run(
 
 @app.command()
 def status(folder: Folder, as_json: Json = False) -> None:
-    """Runs that the SuperLink knows, and how many nodes are there."""
+    """List the runs that the SuperLink knows, and say how many nodes are online."""
     from fedagg.flower.control import Control
 
     with Control(folder) as control:
@@ -112,7 +112,7 @@ def status(folder: Folder, as_json: Json = False) -> None:
 
 @app.command()
 def nodes(folder: Folder, as_json: Json = False) -> None:
-    """Nodes that may join, and which of them are there."""
+    """List the nodes that may join, and say which are online."""
     from fedagg.flower.control import Control
 
     with Control(folder) as control:
@@ -126,7 +126,7 @@ def nodes(folder: Folder, as_json: Json = False) -> None:
 
 @app.command()
 def revoke(folder: Folder, node: Annotated[str, typer.Argument(metavar="NODE", help="the name of its key, or its id")]) -> None:
-    """Shut a node out, at once and for good: its key is not taken again."""
+    """Shut a node out, at once and for good: its key is not accepted again."""
     from fedagg.flower.control import Control
 
     with Control(folder) as control:
@@ -139,7 +139,7 @@ def revoke(folder: Folder, node: Annotated[str, typer.Argument(metavar="NODE", h
 
 @app.command()
 def log(folder: Folder, which: Run = None) -> None:
-    """The log of a run, as far as it has come and then as it goes on."""
+    """Show the log of a run so far, and follow it."""
     from fedagg.flower.control import Control
 
     with Control(folder) as control:
@@ -148,13 +148,13 @@ def log(folder: Folder, which: Run = None) -> None:
 
 @app.command()
 def stop(folder: Folder, which: Run = None) -> None:
-    """Stop a run. It goes on after its last whole round when it is started again."""
+    """Stop a run. When it is started again, it resumes after its last complete round."""
     from fedagg.flower.control import Control
 
     with Control(folder) as control:
         row = control.latest(which)
         if row.status in ("completed", "failed", "stopped"):
-            raise SettingError("RUN", row.run, f"is over already: {row.status}")
+            raise SettingError("RUN", row.run, f"has already ended: {row.status}")
         control.stop(row.run)
     typer.echo(f"stopped run {row.run}")
 

@@ -18,4 +18,4 @@ def refuse(config: Config, setting: str, folder: Path, call: str) -> None:
     if words := keywords(config):
         named = ", ".join(words[:-1]) + (" and " if words[:-1] else "") + words[-1]
         again = call.format(folder=str(folder), given=", ".join(f"{word}=..." for word in words))
-        raise SettingError(setting, str(folder), f"the run's {named} came from Python; go on there, with {again}")
+        raise SettingError(setting, str(folder), f"the run's {named} came from Python; continue there, with {again}")

@@ -30,13 +30,13 @@ from fedagg.result import finite
 if TYPE_CHECKING:
     from fedagg.theory.heterogeneity import Dissimilarity, Distances
 
-RUN = "take data, split and model from this run folder, and look at its final model too"
+RUN = "take data, split and model from this run folder, and use its final model too"
 
 
 def partition(
     *,
     dataset: Annotated[str | None, typer.Option(help="the data set (default mnist-mini)", show_default=False)] = None,
-    labels: Annotated[Path | None, typer.Option(help="labels of your own, .csv or .npy", show_default=False)] = None,
+    labels: Annotated[Path | None, typer.Option(help="your own labels, .csv or .npy", show_default=False)] = None,
     name: Annotated[str | None, typer.Option("--partition", help="iid, shards, dirichlet (default), dirichlet-class")] = None,
     sigma: Annotated[float | None, typer.Option(help="concentration (default 0.6)", show_default=False)] = None,
     shards: Annotated[int | None, typer.Option(help="shards per client (default 2)", show_default=False)] = None,
@@ -49,9 +49,9 @@ def partition(
     data_dir: Annotated[str | None, typer.Option(help="where data sets are", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
 ) -> None:
-    """Show how a data set is split: label counts, client sizes, three distances, over σ too; as CSV and PNG.
+    """Show how a data set is split: label counts, client sizes and three distances, also over σ; as CSV and PNG.
 
-    With --labels any list of labels can be looked at. Gradients need samples, so they are left out there.
+    With --labels, this works for any list of labels. Gradients need samples, so they are then left out.
     """
     from fedagg.theory import heterogeneity as het  # loads matplotlib and scipy
 

@@ -25,15 +25,15 @@ def plot(
     what: Annotated[list[str], typer.Argument(help=WHAT)],
     *,
     folder: Annotated[Path, typer.Option("--out", "-o", help="where the pictures go")] = Path("figures"),
-    form: Annotated[str, typer.Option("--format", help="png, svg, pdf, or several with commas")] = "png,svg,pdf",
+    form: Annotated[str, typer.Option("--format", help="png, svg, pdf, or several separated by commas")] = "png,svg,pdf",
     results: Annotated[Path, typer.Option(help="the results folder to draw from")] = Path("results"),
-    rows: Annotated[str | None, typer.Option(help="rows of the figure, by name or beginning")] = None,
+    rows: Annotated[str | None, typer.Option(help="rows of the figure, by name or by the beginning of the name")] = None,
     algorithms: Annotated[str | None, typer.Option(help="methods in place of the paper's, or `all`")] = None,
     participation: Annotated[str | None, typer.Option(help="shares of clients in a round, e.g. 0.2,1.0")] = None,
     seeds: Annotated[int, typer.Option(help="seeds 0, 1, ... to draw", min=1)] = 3,
-    rounds_scale: Annotated[float, typer.Option(help="share of the paper's rounds that was run")] = 1.0,
+    rounds_scale: Annotated[float, typer.Option(help="the share of the paper's rounds that was run")] = 1.0,
     data_dir: Annotated[Path | None, typer.Option(help="where data sets are, for fig-partition")] = None,
-    each: Annotated[bool, typer.Option("--each", help="of runs: a line for every run, instead of the mean over seeds")] = False,
+    each: Annotated[bool, typer.Option("--each", help="for runs: a line for every run, instead of the mean over seeds")] = False,
 ) -> int:
     """Draw figures of the paper from a results folder, or the curves of runs, as PNG, SVG and PDF."""
     plots.require_matplotlib()
@@ -88,9 +88,9 @@ def folders(name: str) -> list[Path]:
     if found := runs.find(Path(name)):
         return found
     if Path(name).exists():
-        raise SettingError("what", name, "holds no run; give a run folder, a folder of runs, or a figure's name")
+        raise SettingError("what", name, "contains no run; give a run folder, a folder of runs, or a figure's name")
     known = [figure for figure in grid.names() if figure.startswith("fig-")]
-    raise SettingError("what", name, f"is no folder of runs; {unknown('what', name, [*known, 'all']).fix}")
+    raise SettingError("what", name, f"is not a folder of runs; {unknown('what', name, [*known, 'all']).fix}")
 
 
 Lines = Callable[[str, float], list[plots.Series]]  # for a column of the record, times a factor

@@ -17,7 +17,7 @@ def report(
     *,
     path: Annotated[Path, typer.Option("--out", "-o", help="the page")] = Path("report.html"),
 ) -> None:
-    """Make one web page of runs or of a grid: curves, learning rates, drift, tables. It opens without a network."""
+    """Make a web page of runs or of a grid: curves, learning rates, drift, tables. It opens without a network."""
     from fedagg.report import write
 
     out.print(str(write(what, path)), soft_wrap=True, highlight=False)

@@ -23,16 +23,16 @@ from fedagg.reproduce.results import Store
 from fedagg.reproduce.running import CellResult, Stop
 from fedagg.result import Result
 
-ABOUT = "a table or figure of the paper, `all`, `table-tuned`, `table-letters`, `quick`, or a TOML file of yours"
-ROWS = "rows, by name or beginning, e.g. mnist-linear,cifar10-cnn-iid"
+ABOUT = "a table or figure of the paper, `all`, `table-tuned`, `table-letters`, `quick`, or your own TOML file"
+ROWS = "rows, by name or by the beginning of the name, e.g. mnist-linear,cifar10-cnn-iid"
 SEEDS = "seeds 0, 1, ... of every cell (default 3; 5 for table-tuned)"
-TUNING_SEEDS = "of table-tuned: the seeds that settings are chosen with (default 5,6)"
-HALVING = "of table-tuned: run all settings for a quarter of the rounds, and only the best quarter of them for all rounds"
-TARGET = "of tables: a row for every method, with the rounds and megabytes until this accuracy was reached, e.g. 0.8"
+TUNING_SEEDS = "for table-tuned: the seeds with which settings are chosen (default 5,6)"
+HALVING = "for table-tuned: run all settings for a quarter of the rounds, and only the best quarter of them for all rounds"
+TARGET = "for tables: a row for every method, with the rounds and megabytes until this accuracy was reached, e.g. 0.8"
 RESULTS = "the results folder; finished cells in it are not run again"
-SHOW = "run nothing: show what the results folder has"
-LIMIT = "stop cleanly after this many seconds; the same command goes on"
-JOBS = "runs at once, each in a process of its own that gets its share of the cores; auto for one a core"
+SHOW = "run nothing; show what is in the results folder"
+LIMIT = "stop cleanly after this many seconds; the same command resumes"
+JOBS = "runs at once, each in its own process with a share of the cores; auto for one per core"
 Jobs = Annotated[str, typer.Option("--jobs", help=JOBS, metavar="N|auto")]
 DATA = "where data sets are (default FEDAGG_DATA, else the user's cache)"
 
@@ -47,10 +47,10 @@ def reproduce(
     tuning_seeds: Annotated[str | None, typer.Option(help=TUNING_SEEDS, show_default=False)] = None,
     halving: Annotated[bool, typer.Option("--halving", help=HALVING)] = False,
     target: Annotated[float | None, typer.Option(help=TARGET, show_default=False)] = None,
-    rounds_scale: Annotated[float, typer.Option(help="share of the paper's rounds, to try things out")] = 1.0,
+    rounds_scale: Annotated[float, typer.Option(help="share of the paper's rounds to run, for a quick trial")] = 1.0,
     results: Annotated[Path, typer.Option(help=RESULTS)] = Path("results"),
     show: Annotated[bool, typer.Option("--show", "--no-run", help=SHOW)] = False,
-    form: Annotated[str, typer.Option("--format", help=f"of tables: {', '.join(formats.FORMATS)}")] = "text",
+    form: Annotated[str, typer.Option("--format", help=f"for tables: {', '.join(formats.FORMATS)}")] = "text",
     jobs: Jobs = "1",
     time_limit: Annotated[float | None, typer.Option(help=LIMIT, min=0)] = None,
     plugin: Plugin = None,
@@ -59,15 +59,15 @@ def reproduce(
     engine: Annotated[str | None, typer.Option(help="where clients run: auto, sequential, batched")] = None,
     chunk: Annotated[int | None, typer.Option(help="clients trained together; 0 chooses from the free memory")] = None,
     threads: Annotated[int | None, typer.Option(help="processor threads of a cell")] = None,
-    eval_every: Annotated[int | None, typer.Option(help="evaluate every so many rounds")] = None,
+    eval_every: Annotated[int | None, typer.Option(help="rounds from one evaluation to the next")] = None,
     data_dir: Annotated[Path | None, typer.Option(help=DATA)] = None,
     drawn: Annotated[Path | None, typer.Option("--figures", help="where figures go (default RESULTS/figures)")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="fill the results folder only: no table, no figure")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="only fill the results folder: no table, no figure")] = False,
 ) -> int:
-    """Run what a table or figure of the paper needs, and set it beside the paper's numbers.
+    """Run what a table or figure of the paper needs, and show it beside the paper's numbers.
 
-    Cells that are in the results folder already are not run again. Ctrl-C stops after the current round, and the
-    same command goes on from there.
+    Cells that are already in the results folder are not run again. Ctrl-C stops after the current round, and the
+    same command resumes from there.
     """
     if form not in formats.FORMATS:
         raise unknown("format", form, formats.FORMATS)
@@ -179,7 +179,7 @@ def tell(seen: list[CellResult], total: int, stop: Stop) -> int:
     if left or count["failed"]:
         text = f"{count['done']} of {total} cells done, {count['failed']} failed, {left} left"
         why = "stopped" if stop.flag.is_set() else "time is up" if stop.now() else "finished"
-        err.print(f"{why}: {text}; the same command goes on from here", highlight=False)
+        err.print(f"{why}: {text}; the same command resumes from here", highlight=False)
     return 130 if stop.flag.is_set() else 1 if count["failed"] else 0
 
 

@@ -23,7 +23,7 @@ out = Console()
 
 
 def task(c: Config) -> str:
-    """One line that says what a run's figures are about."""
+    """One line that says what a run's figures refer to."""
     words = f"{c.dataset}, {c.model}, {c.partition}, {c.clients} clients, {100 * c.participation:g} % a round, seed {c.seed}"
     return f"{words}, scored on {runs.held_back(c)}" if c.validation else words
 

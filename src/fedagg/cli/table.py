@@ -20,9 +20,9 @@ def table(
     form: Annotated[str, typer.Option("--format", help=", ".join(sheets.FORMATS))] = "text",
     target: Annotated[float | None, typer.Option(help=TARGET, show_default=False)] = None,
 ) -> None:
-    """Show what runs came to: means over seeds, differences from the first method, and what it cost.
+    """Show the results of runs: means over seeds, differences from the first method, and costs.
 
-    Runs are put together by setting and method, as in a report.
+    Runs are grouped by task and method, as in a report.
     """
     sheets.check_format(form)
     scores.check_target(target)

@@ -29,16 +29,16 @@ def run(
     config: Annotated[Path | None, typer.Argument(help="a TOML file of settings", show_default=False)] = None,
     *,
     out_dir: Annotated[Path | None, typer.Option("--out", help="the run folder (default runs/<time>-<name>)")] = None,
-    resume: Annotated[Path | None, typer.Option("--resume", help="go on with this run folder")] = None,
+    resume: Annotated[Path | None, typer.Option("--resume", help="resume the run in this folder")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object, and nothing else, on standard output")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="no progress display")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="show no progress")] = False,
     track: Annotated[str | None, typer.Option("--track", help=TRACK, show_default=False)] = None,
     watch: Watch = False,
     **settings: Any,
 ) -> int:
     """Train one federated model, and keep everything about it in a run folder."""
     if resume is not None and out_dir is not None:
-        raise SettingError("out", str(out_dir), f"--resume goes on in its own folder, {resume}; leave out --out")
+        raise SettingError("out", str(out_dir), f"--resume continues in its own folder, {resume}; leave out --out")
     chosen = resumed(resume, config, settings) if resume is not None else resolve(settings, config, settings.pop("preset", None))
     folder = resume or out_dir or default_folder(chosen)
     followers = [trackers.make(name.strip(), folder) for name in (track or "").split(",") if name.strip()]
@@ -55,7 +55,7 @@ def resumed(folder: Path, file: Path | None, settings: dict[str, Any]) -> Config
         raise SettingError("resume", str(folder), "is not a run folder: it has no config.toml")
     given = {**(read(file) if file else {}), **{k: v for k, v in settings.items() if v is not None}}
     if "preset" in given:
-        raise SettingError("preset", given["preset"], "a run goes on with its own settings; leave out the preset")
+        raise SettingError("preset", given["preset"], "a resumed run keeps its own settings; leave out the preset")
     check_run(folder)
     config = make({**read(folder / "config.toml"), **given})
     from_python.refuse(config, "resume", folder, "fedagg.run(resume={folder!r}, {given})")
@@ -79,7 +79,7 @@ def tell(result: Result, as_json: bool) -> None:
     if (fitted := result.figures.get(f"personal_{result.metric.key}")) is not None:
         out.print(f"personal {result.metric.label}: {result.metric.shown(fitted)}", highlight=False)
     if result.interrupted:
-        again = f"go on with: fedagg run --resume {shlex.quote(str(result.run))}"
+        again = f"continue with: fedagg run --resume {shlex.quote(str(result.run))}"
         err.print(f"stopped after {len(result.history)} rounds; {again}", style="yellow", markup=False, soft_wrap=True)
     if result.stopped:
         early = f"stopped after {len(result.history)} of {result.config.rounds} rounds: {result.stopped}"

@@ -25,10 +25,10 @@ from fedagg.reproduce import running
 from fedagg.reproduce.results import Store
 from fedagg.tuning import SEEDS, TASK, VALIDATION, Found, Plan, R, Run, Swept, finite, score
 
-GRID = "a setting or option and the values to try, e.g. lr=0.01,0.1; once for each axis of the grid"
-RANDOM = "try only so many points of the grid, drawn at random"
+GRID = "a setting or option and the values to try, e.g. lr=0.01,0.1; give --grid once for each axis"
+RANDOM = "try only this many points of the grid, drawn at random"
 HALVING = "run all points for a quarter of the rounds, and only the best quarter of them for all rounds"
-TRIALS = "let Optuna look for so many points between the ends of the axes (needs the extra optuna)"
+TRIALS = "let Optuna choose this many points between the ends of the axes (needs the extra optuna)"
 OUT = "folder of results, picture and best.toml (default runs/<time>-tune-<method>)"
 OUT_SWEEP = "folder of results and picture (default runs/<time>-sweep-<method>)"
 Method = Annotated[str, typer.Argument(help="the method: see `fedagg list`")]
@@ -42,7 +42,7 @@ def tune(
     config: File = None,
     *,
     grid: Grid,
-    seeds: Annotated[str, typer.Option(help="seeds that every point is run with")] = ",".join(map(str, SEEDS)),
+    seeds: Annotated[str, typer.Option(help="seeds to run every point with")] = ",".join(map(str, SEEDS)),
     random: Annotated[int | None, typer.Option(help=RANDOM, show_default=False)] = None,
     halving: Annotated[bool, typer.Option("--halving", help=HALVING)] = False,
     trials: Annotated[int | None, typer.Option("--trials", help=TRIALS, show_default=False)] = None,
@@ -51,10 +51,10 @@ def tune(
     as_json: Json = False,
     **settings: Any,
 ) -> int:
-    """Try a grid of settings on training data that is held back, and say which are best.
+    """Try a grid of settings on held-back training data, and name the best.
 
-    The test set is not looked at. --validation is the share that is held back, 0.1 by default. Stopped, the same command goes on:
-    what is finished in its folder is not run again.
+    The test set is not used. --validation is the share that is held back, 0.1 by default. If stopped, the same command resumes:
+    finished runs in its folder are not run again.
     """
     how = {"random": random, "halving": halving, "trials": trials}
     plan = make_plan(algorithm, config, grid, seeds, settings, **how)
@@ -90,16 +90,16 @@ def sweep(
     config: File = None,
     *,
     grid: Grid,
-    seeds: Annotated[str, typer.Option(help="seeds that every point is run with")] = "0",
+    seeds: Annotated[str, typer.Option(help="seeds to run every point with")] = "0",
     jobs: Jobs = "1",
     out_dir: Annotated[Path | None, typer.Option("--out", help=OUT_SWEEP)] = None,
     form: Annotated[str, typer.Option("--format", help=f"of the table: {', '.join(sheets.FORMATS)}")] = "text",
     as_json: Json = False,
     **settings: Any,
 ) -> int:
-    """Run a method over a grid of any settings, the task's among them, and show how the result changes.
+    """Run a method over a grid of any settings, including the task's, and show how the result changes.
 
-    Nothing is chosen: runs are scored on the test set, unless --validation is given. Stopped, the same command goes on.
+    Nothing is chosen: runs are scored on the test set, unless --validation is given. If stopped, the same command resumes.
     """
     sheets.check_format(form)
     plan = make_plan(algorithm, config, grid, seeds, settings, choosing=False)
@@ -121,7 +121,7 @@ def sweep(
 def make_plan(algorithm: str, file: Path | None, grid: list[str], seeds: str, settings: dict[str, Any], **how: Any) -> Plan:
     preset = settings.pop("preset", None)
     if settings.get("seed") is not None:
-        raise SettingError("seed", settings["seed"], "every point is run with several; give --seeds")
+        raise SettingError("seed", settings["seed"], "every point is run with several seeds; give --seeds")
     chosen, base = collect_settings({**settings, "algorithm": algorithm}, file, preset)
     held_back = {"validation": chosen.get("validation", VALIDATION)} if how.get("choosing", True) else {}
     points = axes(grid, {**base, **chosen})

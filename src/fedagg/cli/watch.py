@@ -27,21 +27,21 @@ LOOK = 0.5  # seconds between checks whether all runs have ended
 NEXT = 10.0  # seconds to wait for another run in a folder of runs
 SHOWN = 3.0  # seconds for an open page to fetch the end
 
-PAGE = "follow it in a web page, which becomes report.html in its folder at the end"
+PAGE = "follow it in a web page, which is saved as report.html in its folder at the end"
 Watch = Annotated[bool, typer.Option("--watch", help=PAGE)]
 
 
 def watch(
     what: Annotated[list[Path], typer.Argument(help=WHAT)],
     *,
-    port: Annotated[int, typer.Option(help="the page's port; 0 takes a free one")] = 0,
+    port: Annotated[int, typer.Option(help="the page's port; 0 for any free one")] = 0,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="open the page in a browser")] = True,
     path: Annotated[
         Path | None, typer.Option("--out", "-o", help="end when all runs have ended, and write the page there", show_default=False)
     ] = None,
     piped: Annotated[bool, typer.Option("--until-input-ends", hidden=True)] = False,
 ) -> None:
-    """Follow runs in a web page while they train: the report's page, which changes as they go on.
+    """Follow runs in a web page while they train: the page of `fedagg report`, kept up to date.
 
     It is served on this machine only, until Ctrl-C.
     """
@@ -50,7 +50,7 @@ def watch(
 
     missing = [folder for folder in what if not folder.is_dir()]
     if missing and not piped:
-        raise SettingError("what", str(missing[0]), "is no folder; give a run folder, or one that runs are to be in")
+        raise SettingError("what", str(missing[0]), "is not a folder; give a run folder, or a folder for runs")
     over = threading.Event()
     if piped:
         threading.Thread(target=wait_for_end, args=(over,), daemon=True).start()

@@ -20,7 +20,7 @@ def kind_of(key: str, value: Array) -> str:
             key, type(value).__name__, "give a torch tensor or a numpy array; np.asarray makes one of lists and tables"
         )
     if np.ma.is_masked(value):
-        raise SettingError(key, "masked array", "some of its numbers are masked; drop these samples, or give x.filled(...)")
+        raise SettingError(key, "masked array", "some of its values are masked; drop these samples, or give x.filled(...)")
     if isinstance(value, torch.Tensor) and (value.is_meta or value.layout != torch.strided):
         form = "meta" if value.is_meta else str(value.layout)[6:]
         raise SettingError(key, f"{form} tensor", "give a tensor with all its numbers; x.to_dense() makes one of a sparse one")
@@ -59,7 +59,7 @@ def samples_of(key: str, value: Array) -> torch.Tensor:
     if not bool(torch.isfinite(low) & torch.isfinite(high)):
         at = int((~torch.isfinite(x)).flatten(1).any(1).nonzero()[0])
         bad = x[at][~torch.isfinite(x[at])]
-        raise SettingError(f"{key}[{at}]", float(bad[0]), "every number must be finite in float32; drop or mend it")
+        raise SettingError(f"{key}[{at}]", float(bad[0]), "every number must be finite in float32; drop or correct it")
     return x
 
 

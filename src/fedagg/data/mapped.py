@@ -125,5 +125,5 @@ class Mapped:
             return x.div_(255)
         if len(wrong := (~torch.isfinite(x)).flatten(1).any(1).nonzero()):
             row = int(rows[int(wrong[0])])
-            raise SettingError(f"x_train[{row}]", "not finite", "every number must be finite in float32; drop or mend it")
+            raise SettingError(f"x_train[{row}]", "not finite", "every number must be finite in float32; drop or correct it")
         return x

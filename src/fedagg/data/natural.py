@@ -108,7 +108,7 @@ def activities(paths: Sequence[Path], _: Read | None) -> Read:
     x_train, y_train, who, x_test, y_test = (numbers(path) for path in paths)
     for path, part in ((paths[1], y_train), (paths[4], y_test)):
         if part.shape[1] != 1 or part.min() < 1 or part.max() > 6:
-            raise DataError(f"{path}: activities must be one number a line, from 1 to 6")
+            raise DataError(f"{path}: activities must be one number per line, from 1 to 6")
     if who.shape != y_train.shape or len(x_train) != len(y_train) or len(x_test) != len(y_test):
         raise DataError(f"{paths[0].parent}: features, activities and people differ in number")
     if x_train.shape[1] != x_test.shape[1]:

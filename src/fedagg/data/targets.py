@@ -117,7 +117,7 @@ def numbers(key: str, value: Array) -> torch.Tensor:
     y = tensor_of(value, torch.float32)
     if len(wrong := (~torch.isfinite(y)).nonzero()):
         at = tuple(wrong[0].tolist())
-        raise SettingError(f"{key}[{at[0]}]", float(y[at]), "every target must be finite in float32; drop or mend it")
+        raise SettingError(f"{key}[{at[0]}]", float(y[at]), "every target must be finite in float32; drop or correct it")
     return y
 
 

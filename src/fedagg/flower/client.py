@@ -148,7 +148,7 @@ def check_output(module: nn.Module, task: Task, node: NodeData) -> None:
     output = copy.deepcopy(module).eval()(x)
     if words := checks.misfit(output, y, task, node.data):
         form = tuple(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__}"
-        raise SettingError("model()", form, f"for {len(x)} samples of {task.name} it must put out {words}")
+        raise SettingError("model()", form, f"for {len(x)} samples of {task.name} it must return {words}")
 
 
 def secure_aggregation(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
@@ -182,7 +182,9 @@ def without_private_numbers(chunk: Chunk, work: Work) -> Chunk:
 def client_of(context: Context) -> int:
     number = context.node_config.get("partition-id")
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise SettingError("partition-id", number, "start the SuperNode with --node-config 'partition-id=0', a number of its own")
+        raise SettingError(
+            "partition-id", number, "start the SuperNode with --node-config 'partition-id=0', a different one for each node"
+        )
     return number
 
 

@@ -37,7 +37,7 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes, uses_nist_
 from fedagg.errors import FedaggError, SettingError
 from fedagg.flower.server import split
 
-GO_ON = "the same command goes on after the last whole round, if the run has `out`"
+GO_ON = "the same command resumes after the last complete round, if the run has `out`"
 LOCAL = "127.0.0.1:8000"  # the default address of superlink.sh
 RETRY = 2.0  # seconds between attempts to reach a SuperLink that is down
 
@@ -145,7 +145,7 @@ class Control:
         known = self.runs()
         found = [row for row in known if run is None or row.run == run]
         if not found:
-            raise SettingError("RUN", run, "the SuperLink knows no such run; `fedagg flower status DIR` lists those it knows")
+            raise SettingError("RUN", run, "the SuperLink does not know this run; `fedagg flower status DIR` lists those it knows")
         return found[-1]
 
     def start(self, folder: Path, overrides: dict[str, Any]) -> int:
@@ -187,10 +187,10 @@ class Control:
             ended: RunRow = self.retry(partial(self.latest, run), patience)
             if ended.status == "completed":
                 return ended
-            why = "its SuperLink went down" if down else f"{ended.status} ({ended.details or 'no word of why'})"
+            why = "its SuperLink went down" if down else f"{ended.status} ({ended.details or 'no reason given'})"
             if attempt == restarts or (ended.status == "stopped" and not down):  # a user stopped it
                 raise FedaggError(f"run {run}: {why}; {GO_ON}")
-            tell(f"run {run}: {why}; it is started again\n")
+            tell(f"run {run}: {why}; starting it again\n")
         raise AssertionError("the last attempt returns or raises")
 
     def end(self, run: int) -> None:
@@ -243,9 +243,7 @@ def settings(folder: Path, given: Sequence[str]) -> dict[str, Any]:
         raise SettingError("run-config", " ".join(given), "write settings as in \"rounds=10 algorithm='fedavg'\"")
     for name, value in overrides.items():
         if name not in held:
-            raise SettingError(
-                name, value, "does not stand in [tool.flwr.app.config] of pyproject.toml, and Flower asks that it does"
-            )
+            raise SettingError(name, value, "is not in [tool.flwr.app.config] of pyproject.toml, where Flower requires it to be")
     split({**held, **overrides})
     return overrides
 
@@ -254,7 +252,7 @@ def public_key(path: Path) -> bytes:
     try:
         key = load_ssh_public_key(path.read_bytes())
     except (OSError, ValueError, UnsupportedAlgorithm) as error:
-        raise FedaggError(f"{path}: is no public key in the form that ssh-keygen writes ({type(error).__name__})") from None
+        raise FedaggError(f"{path}: is not a public key in the form that ssh-keygen writes ({type(error).__name__})") from None
     if not isinstance(key, ec.EllipticCurvePublicKey) or not uses_nist_ec_curve(key):
         raise FedaggError(f"{path}: Flower takes keys on a NIST curve, such as P-384; make one with: ssh-keygen -t ecdsa -b 384")
     return public_key_to_bytes(key)

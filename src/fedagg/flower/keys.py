@@ -28,7 +28,7 @@ def make(folder: Path, nodes: int, hosts: Sequence[str]) -> list[Path]:
     certificate, only a key.
     """
     if (folder / "server.key").exists():
-        raise SettingError("keys", str(folder), "holds keys already; remove them to make new ones")
+        raise SettingError("keys", str(folder), "already has keys; remove them to make new ones")
     names = [general_name(host) for host in dict.fromkeys(hosts)]
     files.folder(folder, "keys")
     folder.chmod(0o700)

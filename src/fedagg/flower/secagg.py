@@ -37,7 +37,7 @@ from fedagg.work import Chunk, ClientOptions, Job, Work
 
 CLIP = 8.0  # larger numbers are cut off before masking
 LEVELS = 2**22  # levels to which a number is rounded
-NO_SUM = "secure aggregation gave a sum that cannot be"
+NO_SUM = "secure aggregation gave an impossible sum"
 MODULUS = 2**32  # of the masks: a sum over more than MODULUS / LEVELS nodes would overflow
 
 

@@ -195,7 +195,7 @@ class FedAggStrategy(Strategy):
         if close_at < 1 and (secure or privacy is not None):
             raise SettingError("close-at", close_at, "secure aggregation and privacy need all answers there are; leave it out")
         if fewer_epochs and (secure or privacy is not None):
-            raise SettingError("fewer-epochs", True, "secure aggregation and privacy take nodes as alike; leave it out")
+            raise SettingError("fewer-epochs", True, "secure aggregation and privacy treat all nodes alike; leave it out")
         for name in SIMULATED:
             if (value := getattr(config, name)) != Config.model_fields[name].default:
                 raise SettingError(name, value, "is for simulations: nodes have their own data and faults; leave it out")
@@ -210,7 +210,7 @@ class FedAggStrategy(Strategy):
         checks.check_method(config, algorithm, self.task)
         self.options = algorithms.options(config.method, config.flat())
         if (secure or privacy is not None) and type(algorithm).weigh is not algorithms.Algorithm.weigh:
-            words = "sums clients by sample count or plainly; choose a method that does not weigh them itself"
+            words = "sums clients by sample count or equally; choose a method that does not weigh them itself"
             raise SettingError("secure" if secure else "privacy", True, words)
         self.server = Server(config, algorithm, module, torch.device("cpu"))
         self.server.connect(lambda: sorted(self.members.nodes), self.enlist)
@@ -273,8 +273,8 @@ class FedAggStrategy(Strategy):
 
     def advice(self) -> str:
         if self.book.folder is None:
-            return "nothing was kept: with `out` the next run could go on from here"
-        return "nothing is lost: when they are back, run the same command again, and it goes on with this round"
+            return "nothing was kept: with `out` the next run could resume from here"
+        return "nothing is lost: when they are back, run the same command again, and it resumes with this round"
 
     def summary(self) -> None:
         c = self.config
@@ -315,7 +315,7 @@ class FedAggStrategy(Strategy):
             self.check_silence(turn)
             return None, None
         for client, why in sorted(turn.clients.left_out.items()):
-            log(WARNING, "round %s goes on without client %s: %s", turn.t + 1, client, why)
+            log(WARNING, "round %s continues without client %s: %s", turn.t + 1, client, why)
         out = turn.clients.outcome
         if out is not None:
             self.accepted |= dict.fromkeys(out.clients, (turn.t, turn.clients.passes - 1))
@@ -352,7 +352,7 @@ class FedAggStrategy(Strategy):
             row["bytes_tests"] = wire.tested(self.server.model, len(turn.tests), numbers(found))
         if self.ledger is not None:
             row |= self.ledger.spent()
-            log(INFO, "ε is %.4g, %.4g for a node whose data are exchanged", row["epsilon"], row["epsilon_replaced"])
+            log(INFO, "ε is %.4g, or %.4g for a node whose data are replaced", row["epsilon"], row["epsilon_replaced"])
         row["seconds"] = round(time.perf_counter() - turn.began, 6)
         about = describe_clients(turn.t, turn.clients) | {"nodes": self.members.names(turn.clients.ids)}
         if self.privacy is None:  # under privacy the record holds nothing about a single node
@@ -475,7 +475,7 @@ class FedAggStrategy(Strategy):
             return
         turn.repeat = True
         self.silent = self.silent or turn.began
-        log(WARNING, "round %s is done again: nobody answered", turn.t + 1)
+        log(WARNING, "round %s is repeated: nobody answered", turn.t + 1)
         if time.perf_counter() - self.silent > self.patience:
             raise NoNodes(f"nobody has answered for {self.patience:g} seconds")
 

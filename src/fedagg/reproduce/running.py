@@ -33,7 +33,7 @@ from fedagg.reproduce.results import Store, key
 from fedagg.result import Result
 
 GPU_JOBS = 4
-DIED = "its process died, perhaps for want of memory; fewer --jobs may help"
+DIED = "its process died, perhaps because memory ran out; fewer --jobs may help"
 
 
 class Flag(Protocol):
@@ -142,7 +142,7 @@ def at_once(todo: Sequence[Cell], store: Store, stop: Stop, jobs: int, runs: Run
                     yield CellResult(cell, "failed", message=DIED)
             if died:
                 for cell in running.values():
-                    yield CellResult(cell, "stopped", message="a process beside it died; it goes on next time")
+                    yield CellResult(cell, "stopped", message="another process died; this run resumes next time")
                 running.clear()
                 workers.shutdown()
                 workers = pool()
