@@ -232,7 +232,7 @@ def test_batch_normalisation_and_size_are_refused(tmp_path: Path, monkeypatch: p
 def test_a_run_that_comes_out_differently_is_noticed(tmp_path: Path) -> None:
     fedagg.run(data=DATA, out=tmp_path / "run", algorithm="fedavg", **{**FULL, "rounds": 2})
     other = Dataset(DATA.x_train + 1.0, DATA.y_train, DATA.x_test, DATA.y_test)
-    with pytest.warns(FedaggWarning, match="made again"):
+    with pytest.warns(FedaggWarning, match="when repeated"):
         analyse(tmp_path / "run", data=other)
 
 
@@ -269,7 +269,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     fedagg.run(data=named, algorithm="fedavg", out=tmp_path / "run", **{**FULL, "rounds": 3})
     assert command("bounds", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--fixed-point", "--passes", "2") == 0
     told = capsys.readouterr().out
-    assert "true everywhere" in told
+    assert "holds everywhere" in told
     assert "Proposition 3 (largest |η|) does not apply: needs rates of Theorem 1" in told
     assert "Algorithm 1" in told
     rows = list(csv.DictReader((tmp_path / "out/bounds.csv").read_text(encoding="utf-8").splitlines()))

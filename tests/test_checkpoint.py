@@ -369,7 +369,7 @@ def test_killed_at_every_single_operation_on_files(tmp_path: Path, monkeypatch: 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fedagg-rounded", "fedagg-paper", "scaffold", "feddyn-disk", "fedexp", "average"])
 def test_an_interrupt_in_the_middle_of_a_round_drops_the_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Ctrl-C while a client trains, and between a round's end and its booking (here: in the evaluation)."""
+    """Ctrl-C while a client trains, and between a round's end and its record (here: in the evaluation)."""
     settings = tiny.STATEFUL[name]
     calls = [0]
 
@@ -504,7 +504,7 @@ def test_client_memory_forgets_what_was_not_valid_or_not_booked(disk: bool) -> N
     memory = ClientMemory(3, disk)
     memory.stage([1, 2], torch.tensor([[1.0, 1, 1], [2, 2, 2]]))
     memory.keep([2])
-    assert memory.read([2]).sum() == 0  # not yet booked
+    assert memory.read([2]).sum() == 0  # not yet recorded
     memory.commit()
     assert memory.read([0, 1, 2]).tolist() == [[0, 0, 0], [0, 0, 0], [2, 2, 2]]
     memory.stage([2], torch.full((1, 3), 9.0))

@@ -291,7 +291,7 @@ def test_plot_takes_folders_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     capsys.readouterr()
     for wrong, words in (
         ("nope", "choose one of all, fig-"),
-        ("empty", "holds no run"),
+        ("empty", "contains no run"),
         ("fig-curve", "did you mean 'fig-curves'"),
     ):
         assert call("plot", "r", wrong, "-o", "other") == 2
@@ -387,7 +387,7 @@ def test_a_run_folder_is_not_a_file_of_settings(tmp_path: Path, capsys: pytest.C
 def test_a_comparison_does_not_go_into_the_folder_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.toml").write_text("rounds = 1\n")
     assert call("compare", "fedagg,fedavg", *TINY, "--out", str(tmp_path)) == 2
-    assert "is the folder of one run" in capsys.readouterr().err
+    assert "is the folder of a single run" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
 
 

@@ -480,7 +480,7 @@ def test_fetch_takes_only_the_expected_members_of_a_tar(monkeypatch: pytest.Monk
         ("../../outside", "not a plain file"),
         (b"short", "5 bytes in the archive"),
         (bytes(6148), "not what was published"),
-        (None, "not the archive it should be"),
+        (None, "not the expected archive"),
     ],
 )
 def test_fetch_refuses_wrong_members(

@@ -66,7 +66,7 @@ def test_agrees_with_the_simulator(method):
     w = strategy.layout.pack(alone.model).w
     assert torch.allclose(strategy.server.algorithm.reported(strategy.server.model).w, w, rtol=0, atol=1e-5)
     assert (w - strategy.layout.pack(model(name)).w).norm() > 0.01
-    for here, there in zip(strategy.book.history, alone.history, strict=True):
+    for here, there in zip(strategy.record.history, alone.history, strict=True):
         for key in ("participants", "bytes_up", "bytes_down", "samples", "passes", "left_out"):
             assert here[key] == there[key], key
         for key in ("train_loss", "drift", "loss", "accuracy"):
@@ -100,7 +100,7 @@ def payload(content):
 def test_the_record_counts_what_the_wire_carries(name, changes):
     strategy, grid = federated(name, participation=1.0, rounds=2, test_apart=True, **changes)
     for kind, ledger in (("bytes_down", grid.sent), ("bytes_up", grid.received)):
-        for row in strategy.book.history:
+        for row in strategy.record.history:
             here = [(m, size) for m, size in ledger if m.metadata.group_id == str(row["round"]) and trains(m)]
             assert len(here) == NODES * row["passes"]
             assert row[kind] == sum(payload(message.content) for message, _ in here)
@@ -111,7 +111,7 @@ def test_the_record_counts_what_the_wire_carries(name, changes):
             assert all(payload(message.content) < size < payload(message.content) + 2500 for message, size in here)
     strategy, grid = federated(name, participation=1.0, rounds=2, **changes)
     carried = [message for message, _ in grid.sent + grid.received if message.metadata.message_type != "query"]
-    counted = sum(row[kind] for row in strategy.book.history for kind in ("bytes_down", "bytes_up", "bytes_tests"))
+    counted = sum(row[kind] for row in strategy.record.history for kind in ("bytes_down", "bytes_up", "bytes_tests"))
     assert counted == sum(payload(message.content) for message in carried)
 
 
@@ -121,7 +121,7 @@ def test_nodes_that_try_rates_send_no_update(mods):
     strategy = FedAggStrategy(model(), settings(algorithm="fedagg", participation=1.0, rounds=1))
     grid = HereGrid(client_app(model, node, mods=mods), NODES)
     strategy.run(grid, wait=0)
-    passes = strategy.book.history[0]["passes"]
+    passes = strategy.record.history[0]["passes"]
     assert passes > 5
     updates = [bool(m.content.array_records) for m, _ in grid.received if trains(m)]
     assert updates == [bool(mods)] * NODES * (passes - 1) + [True] * NODES
@@ -212,14 +212,14 @@ BAD = {
     "no metrics": (without("metrics"), "sent an incomplete answer"),
     "loss": (with_metric("loss", float("nan")), "not finite"),
     "rates": (with_metric("rates", [0.1]), "sent an incomplete answer"),
-    "negative": (with_metric("rates", [-0.1, 0.1]), "sent rates that cannot be"),
-    "no rates": (with_metric("rates", [0.0, 0.0]), "sent rates that cannot be"),
-    "other rates": (with_metric("rates", [0.05, 0.06]), "sent rates that cannot be"),
-    "steps": (with_metric("steps", 0), "made 0 steps, its 70 samples take 6"),
-    "endless steps": (with_metric("steps", float("inf")), "made inf steps, its 70 samples take 6"),
-    "many steps": (far_in_many_steps, "made 1.1259e+15 steps, its 70 samples take 6"),
-    "first": (with_metric("first", float("nan")), "sent a first loss that cannot be"),
-    "huge first": (with_metric("first", 1e300), "sent a first loss that cannot be"),
+    "negative": (with_metric("rates", [-0.1, 0.1]), "sent impossible rates"),
+    "no rates": (with_metric("rates", [0.0, 0.0]), "sent impossible rates"),
+    "other rates": (with_metric("rates", [0.05, 0.06]), "sent impossible rates"),
+    "steps": (with_metric("steps", 0), "made 0 steps, but its 70 samples take 6"),
+    "endless steps": (with_metric("steps", float("inf")), "made inf steps, but its 70 samples take 6"),
+    "many steps": (far_in_many_steps, "made 1.1259e+15 steps, but its 70 samples take 6"),
+    "first": (with_metric("first", float("nan")), "sent an impossible first loss"),
+    "huge first": (with_metric("first", 1e300), "sent an impossible first loss"),
     "archive": (archive, "sent weights of the wrong shape"),
 }
 
@@ -246,7 +246,7 @@ def spoiled():
 @pytest.mark.parametrize("kind", BAD)
 def test_a_bad_answer_costs_one_client_one_round(spoiled, kind):
     number = 1 + list(BAD).index(kind)
-    row, about = spoiled.book.history[number], spoiled.about[number]
+    row, about = spoiled.record.history[number], spoiled.about[number]
     assert row["left_out"] == 1
     assert about["left_out"] == {"2": BAD[kind][1]}
     assert about["clients"] == [0, 1, 3]
@@ -254,7 +254,7 @@ def test_a_bad_answer_costs_one_client_one_round(spoiled, kind):
 
 
 def test_a_node_that_sends_nonsense_is_back_with_its_next_good_answer(spoiled):
-    rows = spoiled.book.history
+    rows = spoiled.record.history
     assert (rows[0]["left_out"], rows[-1]["left_out"]) == (0, 0)
     assert torch.isfinite(spoiled.server.model.w).all()
     assert rows[-1]["loss"] < rows[0]["loss"]
@@ -263,7 +263,7 @@ def test_a_node_that_sends_nonsense_is_back_with_its_next_good_answer(spoiled):
 @pytest.mark.parametrize("kind", ["missing", "error", "short", "no metrics"])
 def test_fedagg_does_not_take_a_broken_line_for_a_broken_model(kind):
     strategy, _ = federated(tamper=spoil(2, BAD[kind][0]), algorithm="fedagg", participation=1.0)
-    rates = [row["own_rate"] for row in strategy.book.history]
+    rates = [row["own_rate"] for row in strategy.record.history]
     assert rates == sorted(rates)  # the guard would have halved it
     assert strategy.about[1]["clients"] == [0, 1, 3]
 
@@ -287,7 +287,7 @@ def test_fedagg_leaves_out_rates_beyond_its_bounds(times):
         return with_metric("rates", [times * end] * 2)(sent, reply)
 
     strategy, _ = federated(tamper=spoil(2, how), algorithm="fedagg", participation=1.0)
-    assert strategy.about[1]["left_out"] == {"2": "sent rates that cannot be"}
+    assert strategy.about[1]["left_out"] == {"2": "sent impossible rates"}
 
 
 HONEST = [{"algorithm": name} for name in ("fedavg", "fedprox", "feddyn", "scaffold", "fedcm", "fedexp", "fedadam", "fedagg")]
@@ -298,7 +298,7 @@ HONEST += [{"algorithm": "fedagg", "downlink_bits": 3, "rounds": 8}]
 @pytest.mark.parametrize("changes", HONEST)
 def test_honest_nodes_are_not_left_out(changes):
     strategy, _ = federated(**changes)
-    assert [row["left_out"] for row in strategy.book.history] == [0] * strategy.done
+    assert [row["left_out"] for row in strategy.record.history] == [0] * strategy.done
 
 
 @pytest.mark.filterwarnings("ignore:left out")
@@ -307,7 +307,7 @@ def test_training_that_blows_up_is_judged_as_in_the_simulator():
     options = {"algorithm": "fedagg", "participation": 1.0, "lr": 1e3, "pace": "base", "rounds": 2}
     alone = simulated("lenet5", **options)
     strategy, _ = federated("lenet5", **options)
-    assert [row["left_out"] for row in strategy.book.history] == [row["left_out"] for row in alone.history] == [3, 3]
+    assert [row["left_out"] for row in strategy.record.history] == [row["left_out"] for row in alone.history] == [3, 3]
     assert strategy.about[0]["left_out"]["2"] == "not finite"
     assert torch.allclose(strategy.server.model.w, strategy.layout.pack(alone.model).w, rtol=0, atol=1e-5)
 
@@ -368,18 +368,18 @@ def scores():
 
 @pytest.mark.parametrize("number", range(len(SCORES)))
 def test_test_results_that_cannot_be_are_not_used(scores, number):
-    here, there = (strategy.book.history[number] for strategy in scores)
+    here, there = (strategy.record.history[number] for strategy in scores)
     assert (here["tested"], there["tested"]) == (3, 4)  # all nodes have the same test samples
     assert (here["loss"], here["accuracy"]) == pytest.approx((there["loss"], there["accuracy"]))
-    what = "an incomplete answer" if isinstance(SCORES[number].get("accuracy"), float) else "test results that cannot be"
+    what = "an incomplete answer" if isinstance(SCORES[number].get("accuracy"), float) else "impossible test results"
     assert scores[0].about[number]["remarks"] == {"2": f"sent {what}; not used"}
 
 
 def test_test_results_that_cannot_be_do_not_cost_the_update_they_come_with():
     strategy = lied_to("train", {"test-accuracy": [101.0, 100.0]}, test_apart=False)
-    assert [row["tested"] for row in strategy.book.history] == [3, 3, 4]  # of the last, it tells the truth
+    assert [row["tested"] for row in strategy.record.history] == [3, 3, 4]  # of the last, it tells the truth
     assert [row["clients"] for row in strategy.about] == [[0, 1, 2, 3]] * 3
-    remark = {"2": "sent test results that cannot be; not used"}
+    remark = {"2": "sent impossible test results; not used"}
     assert [row.get("remarks") for row in strategy.about] == [None, remark, remark]  # in round 1 nobody asked
 
 
@@ -426,11 +426,11 @@ BAD_NUMBERS = {
     "deep along": (saying("along", 100_000 * "["), INCOMPLETE),
     "text": (saying("norm2", "x"), INCOMPLETE),
     "one rate": (saying("rates", "[0.1]"), INCOMPLETE),
-    "no rates": (saying("rates", "[0.0, 0.0]"), "sent rates that cannot be"),
-    "nan rates": (saying("rates", "[NaN, NaN]"), "sent rates that cannot be"),
-    "first": (saying("first", float("nan")), "sent a first loss that cannot be"),
+    "no rates": (saying("rates", "[0.0, 0.0]"), "sent impossible rates"),
+    "nan rates": (saying("rates", "[NaN, NaN]"), "sent impossible rates"),
+    "first": (saying("first", float("nan")), "sent an impossible first loss"),
     "loss": (saying("loss", float("nan")), "not finite"),
-    "steps": (saying("steps", 2**50), "made 1.1259e+15 steps, its 70 samples take 6"),
+    "steps": (saying("steps", 2**50), "made 1.1259e+15 steps, but its 70 samples take 6"),
 }
 
 
@@ -443,12 +443,12 @@ def bad_numbers_run():
 @pytest.mark.parametrize("kind", BAD_NUMBERS)
 def test_under_secure_aggregation_a_number_that_cannot_be_skips_the_round(bad_numbers_run, kind):
     number = 1 + list(BAD_NUMBERS).index(kind)
-    assert bad_numbers_run.book.history[number]["unchanged"]
+    assert bad_numbers_run.record.history[number]["unchanged"]
     assert bad_numbers_run.about[number]["left_out"] == {"2": BAD_NUMBERS[kind][1]}
 
 
 def test_under_secure_aggregation_rounds_after_a_skipped_one_count(bad_numbers_run):
-    first, *_, last = bad_numbers_run.book.history
+    first, *_, last = bad_numbers_run.record.history
     assert not first.get("unchanged", False)
     assert not last.get("unchanged", False)
     assert bad_numbers_run.about[-1]["clients"] == [0, 1, 2, 3]
@@ -460,7 +460,7 @@ def test_under_secure_aggregation_an_answer_that_flower_cannot_read_skips_the_ro
         return [reply]
 
     strategy = secure_run(tamper=spoil(2, how), algorithm="fedagg")
-    assert [row.get("unchanged", False) for row in strategy.book.history] == [False, True, False]
+    assert [row.get("unchanged", False) for row in strategy.record.history] == [False, True, False]
     assert strategy.about[1]["left_out"] == {str(k): "secure aggregation broke off: KeyError" for k in range(NODES)}
 
 
@@ -492,7 +492,7 @@ def represented(tamper=None, nodes=few):
 
 def test_a_node_that_lacks_the_last_class_takes_part_in_fedgh():
     strategy = represented()
-    assert [row["left_out"] for row in strategy.book.history] == [0, 0, 0]
+    assert [row["left_out"] for row in strategy.record.history] == [0, 0, 0]
     given = [few(HereGrid(None, 3).contexts[1000 + k]) for k in range(3)]
     x, y = (torch.cat(parts) for parts in zip(*given, strict=True))
     alone = fedagg.run(
@@ -508,8 +508,8 @@ TABLES = {
     ),
     "a feature less": (lambda config: {"classes": config["classes"][:48]}, "vectors of the wrong shape"),
     "nothing": (lambda config: {"counts": b"", "classes": b""}, "vectors of the wrong shape"),
-    "negative": (lambda config: {"counts": np.array([-1, 1, 1], np.float32).tobytes()}, "counts that cannot be"),
-    "not a number": (lambda config: {"counts": np.array([np.nan, 1, 1], np.float32).tobytes()}, "counts that cannot be"),
+    "negative": (lambda config: {"counts": np.array([-1, 1, 1], np.float32).tobytes()}, "impossible counts"),
+    "not a number": (lambda config: {"counts": np.array([np.nan, 1, 1], np.float32).tobytes()}, "impossible counts"),
 }
 
 
@@ -522,7 +522,7 @@ def test_a_class_table_of_another_shape_costs_one_client_one_round(kind):
         return [reply]
 
     strategy = represented(spoil(2, how))
-    assert [row["left_out"] for row in strategy.book.history] == [0, 1, 0]
+    assert [row["left_out"] for row in strategy.record.history] == [0, 1, 0]
     assert strategy.about[1]["left_out"] == {"2": f"sent {cause}"}
 
 
@@ -532,7 +532,7 @@ def test_labels_that_the_head_does_not_tell_apart_cost_the_node_alone():
         return (x, y + 1) if context.node_config["partition-id"] == 1 else (x, y)
 
     strategy = represented(nodes=more)
-    assert [row["left_out"] for row in strategy.book.history] == [1, 1, 1]
+    assert [row["left_out"] for row in strategy.record.history] == [1, 1, 1]
     assert strategy.about[0]["left_out"]["1"] == "failed: setting data(context)"
 
 
@@ -621,8 +621,8 @@ def test_an_answer_after_the_deadline_is_not_used_and_not_an_error(method, same_
     assert [row.get("remarks", {}) for row in slow.about] == ([{}, {}, remark, {}] if same_kind else [{}, remark, {}, {}])
     assert [row.get("remarks") for row in deaf.about] == [None] * 4
     # The test results that should have come with it, of the model that round 2 began with, are not used either.
-    assert [row["tested"] for row in slow.book.history] == [3, 4, 4, 4]
-    for here, there in zip(slow.book.history, deaf.book.history, strict=True):
+    assert [row["tested"] for row in slow.record.history] == [3, 4, 4, 4]
+    for here, there in zip(slow.record.history, deaf.record.history, strict=True):
         assert (here["loss"], here["accuracy"]) == (there["loss"], there["accuracy"])
 
 
@@ -646,9 +646,9 @@ def test_too_few_answers_skip_the_round():
     silence = spoil(2, lambda sent, reply: [])
     strategy, _ = federated(tamper=silence, quorum=NODES, algorithm="fedagg", participation=1.0)
     shorter, _ = federated(algorithm="fedagg", participation=1.0, rounds=1)
-    rows = strategy.book.history
+    rows = strategy.record.history
     assert [row.get("unchanged", False) for row in rows] == [False, True, False]
-    assert rows[1]["accuracy"] == rows[0]["accuracy"] == shorter.book.history[0]["accuracy"]
+    assert rows[1]["accuracy"] == rows[0]["accuracy"] == shorter.record.history[0]["accuracy"]
     assert strategy.about[1]["left_out"] == {"2": "no answer in time"}
 
 
@@ -678,7 +678,7 @@ def test_a_round_waits_for_nodes_and_is_not_lost(tmp_path):
             return super().configure_train(server_round, arrays, config, grid)
 
     strategy = Watched(model(), settings(**options), out=tmp_path, patience=0.6)
-    with pytest.raises(FedaggError, match=r"^round 2: 0 nodes are there after 0.6 seconds, 1 are needed; .* the same command"):
+    with pytest.raises(FedaggError, match=r"^round 2: 0 nodes are online after 0.6 seconds, but 1 are needed; .* the same command"):
         strategy.run(grid, wait=0)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
     assert not (tmp_path / "result.json").exists()
@@ -686,7 +686,7 @@ def test_a_round_waits_for_nodes_and_is_not_lost(tmp_path):
     again = FedAggStrategy(model(), settings(**options), out=tmp_path)
     again.run(grid, wait=0)
     assert torch.equal(again.server.model.w, whole.server.model.w)
-    assert [row["round"] for row in again.book.history] == [1, 2, 3, 4]
+    assert [row["round"] for row in again.record.history] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("secure", [False, True])
@@ -704,8 +704,8 @@ def test_a_round_that_nobody_answers_is_done_again(secure):
     for tamper in (None, silence):
         strategy = FedAggStrategy(model(), settings(algorithm="fedavg", participation=1.0), secure=secure)
         strategy.run(HereGrid(client_app(model, node), NODES, tamper), wait=0)
-        assert [row["round"] for row in strategy.book.history] == [1, 2, 3]
-        assert not any(row.get("unchanged") for row in strategy.book.history)
+        assert [row["round"] for row in strategy.record.history] == [1, 2, 3]
+        assert not any(row.get("unchanged") for row in strategy.record.history)
         runs.append(strategy.server.model.w)
     assert len(lost) == NODES
     assert torch.allclose(*runs, rtol=0, atol=1e-4 if secure else 0)
@@ -762,7 +762,7 @@ def test_a_round_closes_when_enough_have_answered():
     strategy.run(Slow(client_app(model, node), NODES), wait=0)
     assert time.monotonic() - began < 30
     assert [row["left_out"] for row in strategy.about] == [{"3": "no answer in time"}] * 3
-    assert [row["tested"] for row in strategy.book.history] == [3] * 3
+    assert [row["tested"] for row in strategy.record.history] == [3] * 3
     missing, _ = federated(
         tamper=lambda sent, reply: [] if reply.metadata.src_node_id == 1003 else [reply], algorithm="fedavg", participation=1.0
     )
@@ -779,7 +779,7 @@ def test_a_round_closes_when_enough_have_answered():
 
 def test_an_answer_that_is_no_use_does_not_count_for_the_quorum():
     lost, _ = federated(tamper=spoil(2, BAD["not a number"][0]), quorum=NODES, algorithm="fedavg", participation=1.0)
-    assert [row.get("unchanged", False) for row in lost.book.history] == [False, True, False]
+    assert [row.get("unchanged", False) for row in lost.record.history] == [False, True, False]
     assert lost.about[1]["left_out"] == {"2": "not finite"}
 
 
@@ -795,7 +795,7 @@ def test_a_round_that_is_skipped_in_its_second_pass_leaves_the_servers_state_alo
     options = {"variant": "paper", "estimator": "probe", "passes": 2, "participation": 1.0}
     skipped, _ = federated(tamper=silence, quorum=NODES, rounds=2, **options)
     before, _ = federated(rounds=1, **options)
-    assert skipped.book.history[1]["unchanged"] is True
+    assert skipped.record.history[1]["unchanged"] is True
     assert all(torch.equal(value, before.server.algorithm.state[name]) for name, value in skipped.server.algorithm.state.items())
 
 
@@ -1015,7 +1015,7 @@ def test_server_and_nodes_load_the_plugin_of_the_run_configuration(tmp_path, mon
     finally:
         REGISTRY.pop("own-scaffold", None)
     assert torch.allclose(strategy.server.model.w, strategy.layout.pack(alone.model).w, rtol=0, atol=1e-5)
-    assert not any(row["left_out"] for row in strategy.book.history)
+    assert not any(row["left_out"] for row in strategy.record.history)
 
 
 def test_data_are_made_once_and_mapped_from_the_disk(tmp_path):

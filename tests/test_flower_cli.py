@@ -87,7 +87,7 @@ def test_keys_fit_together_and_stay_private(project):
     assert load_ssh_public_key((keys / "node-0.pub").read_bytes()) == nodes[0].public_key()
     for name in ("server.key", "node-0", "node-1"):
         assert stat.S_IMODE((keys / name).stat().st_mode) == 0o600
-    with pytest.raises(FedaggError, match="holds keys already"):
+    with pytest.raises(FedaggError, match="already has keys"):
         call("keys", str(project))
 
 

@@ -17,7 +17,7 @@ def test_replacing_a_node_costs_as_half_the_noise_does():
     ledger = Ledger(Privacy(0.5, 1.0), None)
     assert ledger.spent() == {"epsilon": 0.0, "epsilon_replaced": 0.0}
     for t in range(15):
-        ledger.book(7, t)
+        ledger.record(7, t)
     spent = ledger.spent()
     assert spent == {"epsilon": epsilon(15, 1.0, 1e-5), "epsilon_replaced": epsilon(15, 0.5, 1e-5)}
     assert spent["epsilon"] == pytest.approx(23.3, abs=0.05)
@@ -29,8 +29,8 @@ def test_runs_on_the_same_nodes_add_up(tmp_path):
     path = tmp_path / "ledger.jsonl"
     one, two = Ledger(Privacy(0.5, 1.0), path), Ledger(Privacy(0.1, 2.0), path)
     for t in range(4):
-        one.book(1, t)
-        two.book(2, t)
+        one.record(1, t)
+        two.record(2, t)
     assert one.spent() == two.spent() == Ledger(Privacy(0.3, 9.0), path).spent()
     assert one.spent()["epsilon"] == pytest.approx(epsilon(5, 1.0, 1e-5))
     assert two.spent(more=4)["epsilon"] == pytest.approx(epsilon(6, 1.0, 1e-5))
@@ -41,10 +41,10 @@ def test_a_limit_is_seen_before_it_is_passed():
     ledger = Ledger(Privacy(0.5, 1.0, epsilon_max=most), None)
     for t in range(3):
         assert not ledger.exhausted()
-        ledger.book(7, t)
+        ledger.record(7, t)
     assert ledger.exhausted()
     with pytest.raises(BudgetSpent):
-        ledger.book(7, 3)
+        ledger.record(7, 3)
     assert ledger.spent()["epsilon_replaced"] < most
     assert not Ledger(Privacy(0.5, 1e-6), None).exhausted()  # without a limit there is none
     for setting, wrong in (("epsilon-max", {"epsilon_max": 0.0}), ("ledger", {"ledger": "here.jsonl"})):
@@ -66,6 +66,6 @@ def test_a_line_that_a_power_cut_tore_is_taken_off(tmp_path):
     path = tmp_path / "ledger.jsonl"
     path.write_text('{"noise_multiplier": 1.0}\n{"noise_mul')
     ledger = Ledger(Privacy(0.5, 1.0), path)
-    ledger.book(7, 1)
+    ledger.record(7, 1)
     assert ledger.spent()["epsilon"] == epsilon(2, 1.0, 1e-5)
     assert len(path.read_text().splitlines()) == 2

@@ -38,7 +38,7 @@ def test_prometheus_and_the_live_page_show_what_is_in_the_record(tmp_path):
         tamper=spoil(2, lambda sent, reply: []), out=tmp_path, algorithm="fedavg", participation=1.0, rounds=2, eval_every=1
     )
     told = parsed((tmp_path / "metrics.prom").read_text())
-    first, last = strategy.book.history
+    first, last = strategy.record.history
     assert told["fedagg_round"] == told["fedagg_rounds_planned"] == 2
     assert told["fedagg_accuracy"] == last["accuracy"]
     assert [told[f'fedagg_node_accuracy{{client="{k}"}}'] for k in range(4)] == strategy.about[-1]["tests"][-1]["accuracy"]
@@ -61,7 +61,7 @@ def test_what_is_not_known_is_left_out():
 
 @pytest.mark.parametrize(
     ("cause", "word"),
-    [("failed: OSError", "failed"), ("made 8 steps, its 70 samples take 6", "made steps"), ('say "x"\n', "say x")],
+    [("failed: OSError", "failed"), ("made 8 steps, but its 70 samples take 6", "made steps"), ('say "x"\n', "say x")],
 )
 def test_causes_are_few(cause, word):
     assert kind(cause) == word

@@ -128,7 +128,7 @@ def test_what_is_known_of_nodes_outlives_the_server(clock, tmp_path):
     first = run(grid, timeout=100.0, rounds=2, out=tmp_path)
     again = FedAggStrategy(model(), first.config.model_copy(update={"rounds": 3}), out=tmp_path, timeout=100.0, fewer_epochs=True)
     assert again.pace.each == first.pace.each != {}
-    again.book.close()
+    again.record.close()
 
 
 METHODS = [({"algorithm": name}, False) for name in ("fedavg", "fedagg", "scaffold")]
@@ -148,8 +148,8 @@ def test_fewer_epochs_are_a_stragglers(changes, quiet, monkeypatch):
     assert [row["left_out"] for row in strategy.about] == [{}] * 3
     shown = strategy.server.algorithm.reported(strategy.server.model).w
     assert torch.allclose(shown, strategy.layout.pack(alone.model).w, rtol=0, atol=1e-5)
-    assert [row["stragglers"] for row in strategy.book.history] == [2] * 3
-    assert [row["samples"] for row in strategy.book.history] == [row["samples"] for row in alone.history]
+    assert [row["stragglers"] for row in strategy.record.history] == [2] * 3
+    assert [row["samples"] for row in strategy.record.history] == [row["samples"] for row in alone.history]
 
 
 def test_it_is_refused_where_nodes_must_be_alike():

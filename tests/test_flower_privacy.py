@@ -57,7 +57,7 @@ def test_secure_aggregation_gives_the_same_model(method, data):
     gone = (clear.server.model.w - start).norm()
     assert (strategy.server.model.w - clear.server.model.w).norm() < 0.02 * gone
     assert [row["clients"] for row in strategy.about] == [list(range(NODES))] * 3
-    assert strategy.book.history[-1]["accuracy"] == pytest.approx(clear.book.history[-1]["accuracy"], abs=0.03)
+    assert strategy.record.history[-1]["accuracy"] == pytest.approx(clear.record.history[-1]["accuracy"], abs=0.03)
 
 
 def test_under_secure_aggregation_no_message_holds_an_update():
@@ -80,7 +80,7 @@ def test_under_secure_aggregation_no_message_holds_an_update():
                     assert weight.shape == (1,)
                     masked[message.metadata.src_node_id] = vector
     assert sorted(masked) == sorted(updates)
-    assert strategy.book.history[0]["bytes_up"] == sum(vector.nbytes for vector in masked.values())
+    assert strategy.record.history[0]["bytes_up"] == sum(vector.nbytes for vector in masked.values())
     for sender, vector in masked.items():
         assert vector.shape == updates[sender].shape
         share = vector / 2.0**32
@@ -175,7 +175,7 @@ def test_secure_aggregation_survives_a_node_that_leaves():
     strategy, _ = secured(Leaving(client_app(model, node), NODES), algorithm="fedagg")
     assert strategy.about[1]["left_out"] == {"3": "no answer in time"}
     assert [row["clients"] for row in strategy.about] == [[0, 1, 2, 3], [0, 1, 2], [0, 1, 2]]
-    assert strategy.book.history[-1]["loss"] < strategy.book.history[0]["loss"]
+    assert strategy.record.history[-1]["loss"] < strategy.record.history[0]["loss"]
 
 
 def test_a_sum_of_more_nodes_than_the_modulus_holds_is_refused():
@@ -286,7 +286,7 @@ def test_nodes_and_record_learn_nothing_but_the_noisy_sum(method, monkeypatch):
         assert len(drawn) == 3
         orders = [(m.metadata.dst_node_id, contents(m)) for m, _ in grid.sent if trains(m)]
         hidden = ("seconds", "loss", "accuracy")  # the time, and the nodes' own test results
-        rows = [{k: v for k, v in row.items() if k not in hidden} for row in strategy.book.history]
+        rows = [{k: v for k, v in row.items() if k not in hidden} for row in strategy.record.history]
         seen.append((orders, rows, strategy.about, strategy.server.model.w.tolist()))
     assert seen[0] == seen[1]
     assert len(seen[0][0]) == 3 * NODES
@@ -302,7 +302,7 @@ def contents(message):
 
 def test_fedagg_learns_with_noise():
     strategy, _ = private(Privacy(1.0, 0.02), algorithm="fedagg", rounds=6)
-    rows = strategy.book.history
+    rows = strategy.record.history
     assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
     assert rows[-1]["own_share"] == pytest.approx(1.0)
     spent = [row["epsilon"] for row in rows]
@@ -329,7 +329,7 @@ def test_a_restarted_server_counts_the_round_that_was_cut_off(tmp_path):
     with pytest.raises(SettingError, match="privacy"):
         private(None, out=tmp_path, rounds=3)
     again, _ = private(privacy, out=tmp_path, rounds=3)
-    assert again.book.history[-1]["epsilon"] == epsilon(3, 1.0, 1e-5)  # the round was cut off before its sum was made
+    assert again.record.history[-1]["epsilon"] == epsilon(3, 1.0, 1e-5)  # the round was cut off before its sum was made
 
 
 @pytest.mark.parametrize("cut_in", [1, 2])
@@ -352,7 +352,7 @@ def test_every_sum_that_was_used_is_counted_however_often_the_server_stops(tmp_p
     for _ in range(3):
         with pytest.raises(PowerCut):
             begin(Cut)
-    assert begin(HereGrid).book.history[-1]["epsilon"] == epsilon(6, 1.0, 1e-5)
+    assert begin(HereGrid).record.history[-1]["epsilon"] == epsilon(6, 1.0, 1e-5)
 
 
 def test_under_privacy_a_round_does_not_tell_who_answered():
@@ -360,7 +360,7 @@ def test_under_privacy_a_round_does_not_tell_who_answered():
     with pytest.raises(SettingError, match="quorum"):
         FedAggStrategy(model(), settings(), privacy=Privacy(CLIP, 1.0), quorum=2)
     silent, _ = private(Privacy(CLIP, 1.0), lambda sent, reply: [], algorithm="fedavg", rounds=1)
-    assert silent.book.history[0]["epsilon"] == epsilon(1, 1.0, 1e-5)
+    assert silent.record.history[0]["epsilon"] == epsilon(1, 1.0, 1e-5)
     assert not torch.equal(silent.server.model.w, silent.layout.pack(model()).w)
 
 
@@ -371,7 +371,7 @@ def test_noise_goes_with_secure_aggregation(method):
     secure, grid = private(Privacy(CLIP, 1e-9), algorithm=method, secure=True)
     gone = (clear.server.model.w - clear.layout.pack(model()).w).norm()
     assert (secure.server.model.w - clear.server.model.w).norm() < 1e-4 * gone
-    assert [row["epsilon"] for row in secure.book.history] == [row["epsilon"] for row in clear.book.history]
+    assert [row["epsilon"] for row in secure.record.history] == [row["epsilon"] for row in clear.record.history]
     for message, _ in grid.received:
         if trains(message):
             told = {name: dict(record) for name, record in message.content.config_records.items() if len(record)}
@@ -404,7 +404,7 @@ def test_a_run_ends_before_it_tells_too_much(tmp_path):
     assert first.done == rounds
     result = json.loads((tmp_path / "first" / "result.json").read_text())
     assert result["rounds"] == rounds
-    assert result["epsilon"] == first.book.history[-1]["epsilon"] == epsilon(4, 1.0, 1e-5)
+    assert result["epsilon"] == first.record.history[-1]["epsilon"] == epsilon(4, 1.0, 1e-5)
     assert result["epsilon_replaced"] == pytest.approx(epsilon(4, 0.5, 1e-5))
     # Another run on the same nodes has nothing left to tell; one that goes on with a higher limit has.
     second, grid = private(privacy, out=tmp_path / "second", algorithm="fedagg", rounds=9)
@@ -460,7 +460,7 @@ def test_a_quiet_node_tells_only_its_update(method):
         grid = HereGrid(client_app(model, data, quiet=True), NODES)
         strategy = FedAggStrategy(model(), settings(algorithm=method, participation=1.0, rounds=1))
         strategy.run(grid, wait=0)
-        assert "accuracy" not in strategy.book.history[0]
+        assert "accuracy" not in strategy.record.history[0]
         told.append([{k: v for k, v in contents(m).items() if k != "arrays"} for m, _ in grid.received])
     assert told[0] == told[1]
 

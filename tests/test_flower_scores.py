@@ -58,7 +58,7 @@ def test_nodes_test_the_model_they_are_sent_to_train(secure, tmp_path):
         asked = [m for m, _ in grid.sent if m.metadata.group_id == number and "weights" in next(iter(arrays(m)), {})]
         models.append(next(iter(arrays(asked[0])))["weights"].numpy())
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert rows == strategy.book.history
+    assert rows == strategy.record.history
     tests = [test for line in (tmp_path / "clients.jsonl").read_text().splitlines() for test in json.loads(line).get("tests", [])]
     assert [test["round"] for test in tests] == [1, 2, 3]
     for row, test, w in zip(rows, tests, models[::-1], strict=True):
@@ -83,23 +83,23 @@ def test_apart_all_nodes_test_the_model_that_would_be_kept():
     along, _ = federated(**options)
     alone = simulated(**options)
     assert sum(message.metadata.message_type == "evaluate" for message, _ in grid.sent) == 4 * NODES
-    assert [row["tested"] for row in apart.book.history] == [4] * 4
-    assert [row["tested"] for row in along.book.history] == [2, 2, 2, 4]
-    assert [row["loss"] for row in apart.book.history] == pytest.approx([row["loss"] for row in alone.history], abs=1e-4)
-    assert along.book.history[-1]["loss"] == apart.book.history[-1]["loss"]
-    assert along.book.history[1]["loss"] != pytest.approx(apart.book.history[1]["loss"], rel=1e-3)
+    assert [row["tested"] for row in apart.record.history] == [4] * 4
+    assert [row["tested"] for row in along.record.history] == [2, 2, 2, 4]
+    assert [row["loss"] for row in apart.record.history] == pytest.approx([row["loss"] for row in alone.history], abs=1e-4)
+    assert along.record.history[-1]["loss"] == apart.record.history[-1]["loss"]
+    assert along.record.history[1]["loss"] != pytest.approx(apart.record.history[1]["loss"], rel=1e-3)
 
 
 def test_only_rounds_that_are_due_are_tested():
     strategy, grid = ran(rounds=5, eval_every=2)
-    assert [row["round"] for row in strategy.book.history if "accuracy" in row] == [2, 4, 5]
+    assert [row["round"] for row in strategy.record.history if "accuracy" in row] == [2, 4, 5]
     asked = [m.metadata.group_id for m, _ in grid.sent if m.content.config_records.get("config", {}).get("test")]
     assert asked == ["3"] * NODES + ["5"] * NODES
 
 
 def test_a_quiet_node_tells_no_test_results():
     strategy, grid = ran(app=client_app(model, own_tests, quiet=True))
-    assert not any("accuracy" in row for row in strategy.book.history)
+    assert not any("accuracy" in row for row in strategy.record.history)
     assert not any("tests" in row for row in strategy.about)
     told = [dict(record) for m, _ in grid.received for record in m.content.metric_records.values()]
     assert not any(name.startswith("test-") for record in told for name in record)
@@ -108,14 +108,14 @@ def test_a_quiet_node_tells_no_test_results():
 @pytest.mark.parametrize("secure", [False, True])
 def test_with_privacy_the_record_holds_no_nodes_own_results(secure):
     strategy, _ = ran(secure=secure, privacy=Privacy(clipping_norm=1.0, noise_multiplier=0.1))
-    assert [row["tested"] for row in strategy.book.history] == [3] * 3
+    assert [row["tested"] for row in strategy.record.history] == [3] * 3
     assert not any("tests" in row for row in strategy.about)
 
 
 def test_a_run_that_ends_early_tests_its_last_model():
     most = 1.001 * 2 * privacy_of_two_rounds()
     strategy, grid = ran(rounds=5, privacy=Privacy(clipping_norm=1.0, noise_multiplier=5.0, epsilon_max=most))
-    assert [row["tested"] for row in strategy.book.history] == [3] * strategy.done
+    assert [row["tested"] for row in strategy.record.history] == [3] * strategy.done
     assert 1 <= strategy.done < 5
     assert sum(message.metadata.message_type == "evaluate" for message, _ in grid.sent) == NODES
 
@@ -171,7 +171,7 @@ class Follower:
 def test_callbacks_are_told_of_a_round_once_it_has_been_tested(tmp_path):
     follower = Follower()
     strategy, _ = ran(out=tmp_path, callbacks=[follower])
-    accuracy = [row["accuracy"] for row in strategy.book.history]
+    accuracy = [row["accuracy"] for row in strategy.record.history]
     assert follower.told == [("started", 0), *enumerate(accuracy, start=1), ("finished", accuracy[-1])]
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["rounds"], result["accuracy"], result["best_accuracy"]) == (3, accuracy[-1], max(accuracy))
@@ -207,7 +207,7 @@ def test_tensorboard_follows_a_federation(tmp_path):
     strategy, _ = ran(out=tmp_path, callbacks=[fedagg.trackers.make("tensorboard", tmp_path)])
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     found = [(event.step, event.value) for event in events.Scalars("accuracy")]
-    assert found == [(row["round"], pytest.approx(row["accuracy"])) for row in strategy.book.history]
+    assert found == [(row["round"], pytest.approx(row["accuracy"])) for row in strategy.record.history]
 
 
 def test_a_federations_folder_reads_like_a_simulated_runs(tmp_path):
@@ -220,4 +220,4 @@ def test_a_federations_folder_reads_like_a_simulated_runs(tmp_path):
     assert results[1].keys() - results[0].keys() == {"timing"}  # of the simulation
     assert results[0].keys() <= results[1].keys()
     found = fedagg.runs.load(tmp_path / "real")
-    assert found.curve("accuracy")[1] == [row["accuracy"] for row in strategy.book.history]
+    assert found.curve("accuracy")[1] == [row["accuracy"] for row in strategy.record.history]

@@ -123,13 +123,13 @@ def test_a_federation_ends_where_the_simulator_does(task, secure, tmp_path):
     assert torch.allclose(strategy.server.reported_model.w, w, rtol=1e-5, atol=1e-5 if not secure else 1e-3)
     assert (w - strategy.layout.pack(model(task)).w).norm() > 0.01
     near = 1e-5 if not secure else 0.02  # masked numbers are rounded
-    for here, there in zip(strategy.book.history, alone.history, strict=True):
+    for here, there in zip(strategy.record.history, alone.history, strict=True):
         assert here["tested"] == 4
         for key in ("loss", *(metric.key for metric in tasks.TASKS[task].metrics)):
             wide = 50 if key == "perplexity" else 1  # the exponential of a loss of up to 40
             assert here[key] == pytest.approx(there[key], rel=wide * near), key
     expected = by_hand(task, strategy.result.model, np.arange(60))
-    assert {key: strategy.book.history[-1][key] for key in expected} == pytest.approx(expected, rel=1e-5)
+    assert {key: strategy.record.history[-1][key] for key in expected} == pytest.approx(expected, rel=1e-5)
     test = strategy.about[-1]["tests"][-1]
     for k in range(NODES):
         mine = by_hand(task, strategy.result.model, TEST[k])
@@ -145,7 +145,7 @@ def test_sums_go_along_with_training(secure):
     carried = [record for m, _ in grid.sent if m.metadata.group_id == "3" for record in m.content.array_records.values()]
     w = torch.from_numpy(next(record for record in carried if "weights" in record)["weights"].numpy())
     second = strategy.layout.unpack(fedagg.flat.Model(w, torch.zeros(0)), model("regression"))
-    assert strategy.book.history[1]["r2"] == pytest.approx(by_hand("regression", second, np.arange(60))["r2"], rel=1e-5)
+    assert strategy.record.history[1]["r2"] == pytest.approx(by_hand("regression", second, np.arange(60))["r2"], rel=1e-5)
 
 
 def payload(content) -> int:
@@ -158,7 +158,7 @@ def test_the_record_counts_the_sums():
     back = [m for m, _ in grid.received if m.metadata.message_type == "evaluate"]
     numbers = 2 + (3 * 3 + 1) + 2  # samples and loss; error, target and its square of three outputs, and a count; MAE
     assert [payload(message.content) for message in back] == [8 * numbers] * NODES
-    assert strategy.book.history[0]["bytes_tests"] == NODES * (4 * strategy.layout.d + 8 * numbers)
+    assert strategy.record.history[0]["bytes_tests"] == NODES * (4 * strategy.layout.d + 8 * numbers)
 
 
 def test_everything_that_people_and_machines_read_has_the_right_name(tmp_path, caplog):
@@ -172,7 +172,7 @@ def test_everything_that_people_and_machines_read_has_the_right_name(tmp_path, c
     follower = Follower()
     with caplog.at_level("INFO", "flwr"):
         strategy, _ = federated("regression", out=tmp_path, callbacks=[follower], rounds=2)
-    first, last = strategy.book.history
+    first, last = strategy.record.history
     assert follower.label == "R²"
     assert f"after round 1: R² {first['r2']:.4f}, MAE {first['mae']:.4f}, loss {first['loss']:.4f}" in caplog.text
     assert "accuracy" not in caplog.text.lower()
@@ -194,9 +194,9 @@ def test_everything_that_people_and_machines_read_has_the_right_name(tmp_path, c
 
 def test_lower_is_better_of_some(tmp_path):
     strategy, grid = federated("regression", out=tmp_path, metric="mae", rounds=3)
-    found = [row["mae"] for row in strategy.book.history]
+    found = [row["mae"] for row in strategy.record.history]
     assert json.loads((tmp_path / "result.json").read_text())["best_mae"] == min(found)
-    assert strategy.book.history[-1]["mae"] == pytest.approx(simulated("regression", metric="mae").score, abs=1e-5)
+    assert strategy.record.history[-1]["mae"] == pytest.approx(simulated("regression", metric="mae").score, abs=1e-5)
     # The figure that was chosen is the one that travels: sums of targets stay where they are.
     named = {name for m, _ in grid.received for record in m.content.metric_records.values() for name in record}
     assert not any("r2" in name for name in named)
@@ -244,7 +244,7 @@ def test_a_score_that_fails_does_not_end_the_run(score):
     own = Metric("odd", "odd", tally=squares, score=score)
     strategy, _ = federated("regression", own=own)
     assert strategy.done == 3
-    assert all(np.isnan(row["odd"]) for row in strategy.book.history)
+    assert all(np.isnan(row["odd"]) for row in strategy.record.history)
     assert strategy.about[-1]["tests"][-1]["odd"] == [None] * NODES
 
 
@@ -306,13 +306,13 @@ def test_sums_that_cannot_be_are_left_out(task):
     lies = LIES[task]
     strategy, _ = federated(task, grid=liar(lies), rounds=len(lies), epochs=1, test_apart=True)
     others = np.concatenate([TEST[k] for k in (0, 1, 3)])
-    for lie, row, about in zip(lies, strategy.book.history, strategy.about, strict=True):
-        what = "an incomplete answer" if isinstance(next(iter(lie.values())), float) else "test results that cannot be"
+    for lie, row, about in zip(lies, strategy.record.history, strategy.about, strict=True):
+        what = "an incomplete answer" if isinstance(next(iter(lie.values())), float) else "impossible test results"
         assert about["remarks"] == {"2": f"sent {what}; not used"}, lie
         assert row["tested"] == 3
         assert about["clients"] == [0, 1, 2, 3]  # its update is as good as before
     expected = by_hand(task, strategy.result.model, others)
-    assert {key: strategy.book.history[-1][key] for key in expected} == pytest.approx(expected, rel=1e-5)
+    assert {key: strategy.record.history[-1][key] for key in expected} == pytest.approx(expected, rel=1e-5)
 
 
 def test_sums_of_another_length_are_left_out():
@@ -322,7 +322,7 @@ def test_sums_of_another_length_are_left_out():
     assert strategy.about[0]["remarks"] == {"2": "sent test results of another length than most; not used"}
     others = np.concatenate([TEST[k] for k in (0, 1, 3)])
     expected = by_hand("regression", strategy.result.model, others)
-    assert strategy.book.history[0]["r2"] == pytest.approx(expected["r2"], rel=1e-5)
+    assert strategy.record.history[0]["r2"] == pytest.approx(expected["r2"], rel=1e-5)
 
 
 def test_under_secure_aggregation_sums_that_cannot_be_are_left_out():
@@ -336,8 +336,8 @@ def test_under_secure_aggregation_sums_that_cannot_be_are_left_out():
     app = client_app(lambda: model("regression"), nodes("regression"), mods=[mod])
     strategy, _ = federated("regression", app=app, secure=True)
     remarks = [about.get("remarks", {}).get("2") for about in strategy.about]
-    assert remarks == [None, "sent test results that cannot be; not used", "sent an incomplete answer; not used"]
-    assert [row["tested"] for row in strategy.book.history] == [3, 3, 4]
+    assert remarks == [None, "sent impossible test results; not used", "sent an incomplete answer; not used"]
+    assert [row["tested"] for row in strategy.record.history] == [3, 3, 4]
 
 
 @pytest.mark.parametrize("metric", [tasks.R2, tasks.MAE, tasks.F1, tasks.ACCURACY, tasks.TOKEN_ACCURACY, tasks.PERPLEXITY])
@@ -411,15 +411,15 @@ def test_task_and_metric_are_settings_and_empty_ones_are_none():
 def test_a_loss_of_ones_own_and_quiet_nodes():
     app = client_app(lambda: model("regression"), nodes("regression"), loss=lambda o, y: (o - y).abs().mean(1))
     strategy, _ = federated("regression", app=app)
-    assert strategy.book.history[-1]["loss"] == pytest.approx(strategy.book.history[-1]["mae"], rel=1e-5)
+    assert strategy.record.history[-1]["loss"] == pytest.approx(strategy.record.history[-1]["mae"], rel=1e-5)
     silent, grid = federated("regression", app=client_app(lambda: model("regression"), nodes("regression"), quiet=True))
-    assert not any("r2" in row for row in silent.book.history)
+    assert not any("r2" in row for row in silent.record.history)
     assert not any("r2" in name for m, _ in grid.received for record in m.content.metric_records.values() for name in record)
 
 
 def test_with_privacy_only_the_figures_of_all_are_recorded():
     strategy, _ = federated("regression", privacy=Privacy(clipping_norm=1.0, noise_multiplier=0.1))
-    assert all("r2" in row for row in strategy.book.history)
+    assert all("r2" in row for row in strategy.record.history)
     assert not any("tests" in row for row in strategy.about)
 
 
@@ -442,6 +442,6 @@ def test_a_figure_that_a_nodes_samples_do_not_tell_is_none(tmp_path):
     strategy, _ = federated("regression", data=node, out=tmp_path)
     assert strategy.about[-1]["tests"][-1]["r2"] == [None] * NODES
     expected = by_hand("regression", strategy.result.model, np.arange(NODES))["r2"]
-    assert strategy.book.history[-1]["r2"] == pytest.approx(expected, rel=1e-4)
+    assert strategy.record.history[-1]["r2"] == pytest.approx(expected, rel=1e-4)
     json.loads((tmp_path / "clients.jsonl").read_text().splitlines()[-1], parse_constant=pytest.fail)
     assert 'fedagg_node_r2{client="0"}' not in (tmp_path / "metrics.prom").read_text()

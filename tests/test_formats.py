@@ -81,7 +81,7 @@ def test_words_are_numbered_over_both_parts() -> None:
 def test_a_dataset_is_taken_as_it_is() -> None:
     data = Dataset(X, Y, X, Y)
     assert Dataset.of(data) is data
-    refused("a Dataset has all it needs", data, target="kind")
+    refused("a Dataset is already complete", data, target="kind")
 
 
 def test_torch_datasets_and_loaders() -> None:
@@ -220,7 +220,7 @@ def test_hugging_face_data_sets() -> None:
     assert torch.equal(alone.x_train, torch.tensor(one.columns["image"].transpose(0, 3, 1, 2) / 255).float())
     refused("no split named train", {"validation": hugging(2)})
     ragged = Hugging({"input_ids": [[4, 5], [6], [7, 8], [9]], "attention_mask": [[1, 1], [1], [1, 1], [1]], "label": Y[:4]})
-    refused("name it alone", ragged)
+    refused("name only this column", ragged)
     assert Dataset.of(ragged, features="input_ids").shape == (2,)
 
 
@@ -234,11 +234,11 @@ def test_csv(tmp_path: Path) -> None:
     assert torch.allclose(both(data), both(Dataset.of((X, Y))))
     assert (data.name, data.labels, set(data.users)) == ("wine", ("no", "yes"), {"ann", "bob", "cid"})
     for content, words in (
-        ("1,2\n3,4\n", "the first line must name the columns"),
-        ("a,a\n3,4\n", "each once"),
+        ("1,2\n3,4\n", "the first line must name every column"),
+        ("a,a\n3,4\n", "every column once"),
         ("a,b\n", "rows must follow"),
         ("", "rows must follow"),
-        ("a,y\n1,0\n2\n", "row 2 has 1 values, and the first line 2"),
+        ("a,y\n1,0\n2\n", "row 2 has 1 values, but the first line has 2"),
         ("a,y\n1,0\n,1\n2,0\n3,1\n4,0\n", "nan: every number must be finite"),
         (b"\xff\xfe\x00", "cannot be read as CSV"),
     ):

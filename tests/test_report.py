@@ -195,7 +195,7 @@ def test_no_run_vanishes_without_a_word(folder: Path, tmp_path: Path) -> None:
     assert len(made.trials) == 4
     assert [len(one.trials) for one in made.groups[0].series.values()] == [2, 1]
     told = [
-        "Not shown, for want of a finished round: fedavg seed 0 (begun).",
+        "Not shown, because they have no finished round: fedavg seed 0 (begun).",
         "Left out of means and curves, as repeats of runs with the same settings and seed: fedagg seed 0 (again).",
     ]
     assert made.notes == told
@@ -463,10 +463,10 @@ def test_a_folder_whose_name_is_no_text(folder: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SettingError, match="holds no run and no results"):
+    with pytest.raises(SettingError, match="contains no runs and no results"):
         content.gather([tmp_path])
     with pytest.raises(SystemExit) as exit_:
         main(["report", str(tmp_path), "-o", str(tmp_path / "r.html")])
     assert exit_.value.code == 2
-    assert "holds no run" in " ".join(capsys.readouterr().err.split())
+    assert "contains no run" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "r.html").exists()

@@ -482,7 +482,7 @@ def test_two_threads_do_not_draw_each_others_numbers() -> None:
     first = threading.Thread(target=lambda: found.append(train(callbacks=[Waiting()]).model.state_dict()))
     first.start()
     assert begun.wait(30)
-    with pytest.raises(SettingError, match="another run is going on in this process"):
+    with pytest.raises(SettingError, match="another run is in progress in this process"):
         train(seed=1)
     tried.set()
     first.join()

@@ -317,7 +317,7 @@ def test_the_trial_of_an_own_step_uses_exact_products() -> None:
 
 @pytest.mark.parametrize("option", [{"momentum": 0.9}, {"client_optimizer": "adam"}])
 def test_options_that_an_own_step_would_not_heed_are_refused(option: dict[str, Any]) -> None:
-    with pytest.raises(SettingError, match="takes local steps of its own"):
+    with pytest.raises(SettingError, match="takes its own local steps"):
         run(dense(), vectors(), "my-delta-sgd", **option)
 
 
@@ -355,7 +355,7 @@ def test_weights_that_cannot_be_are_refused(weights: list[float]) -> None:
             return torch.tensor(weights)
 
     fedagg.register("own")(Odd)
-    with pytest.raises(FedaggError, match="weigh: the method must give one number a client"):
+    with pytest.raises(FedaggError, match="weigh: the method must give one number per client"):
         run(dense(), vectors(), "own", engine="batched")
 
 

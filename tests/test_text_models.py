@@ -154,8 +154,8 @@ def test_what_auto_picks_on_a_cpu(tiny: None) -> None:
     options = fedagg.Config(model="char-lstm", threads=2)
     lstm, transformer = (choose.pick(setting(name), options) for name in NAMES)
     assert isinstance(lstm, Threaded)
-    assert lstm.note == "2 clients at a time, a thread and a core each (recurrent layers fill a core, not several)"
-    assert transformer.note.endswith("(no autograd; attention fill a core, not several)")
+    assert lstm.note == "2 clients at a time, one thread and core each (recurrent layers can keep one core busy, but not several)"
+    assert transformer.note.endswith("(no autograd; attention can keep one core busy, but not several)")
     work = Work(rate=torch.full((2,), 0.1, dtype=torch.float64))
     for s, engine in ((setting(name), choose.pick(setting(name), options)) for name in NAMES):
         model = s.layout.pack(s.module)

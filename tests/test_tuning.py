@@ -42,7 +42,7 @@ def carried_out(plan: Plan, accuracy: Any, loss: Any = lambda config: 1.0) -> tu
         value = accuracy(config)
         return None if value is None else (value, loss(config), ACCURACY)
 
-    return plan.carry_out(run, found), ran
+    return plan.try_and_rank(run, found), ran
 
 
 def test_a_point_is_ranked_by_its_mean_over_seeds_on_data_held_back() -> None:
@@ -295,7 +295,7 @@ def test_a_sweep_is_in_the_order_of_its_axes_and_scored_on_the_test_set() -> Non
 
 def test_numbers_are_sorted_as_numbers() -> None:
     plan = Plan.make("fedavg", {"rounds": [10, 9, 100], "clients": [5, 40]}, {}, seeds=[0], choosing=False)
-    swept = plan.go_over(lambda cells: True, lambda c: (c.rounds / 1000, 1.0, ACCURACY))
+    swept = plan.try_in_order(lambda cells: True, lambda c: (c.rounds / 1000, 1.0, ACCURACY))
     assert [t.settings["rounds"] for t in swept.trials] == [9, 9, 10, 10, 100, 100]
     assert swept.names == ["rounds", "clients", "accuracy", "deviation"]
     assert swept.table("csv").splitlines()[:2] == ["rounds,clients,accuracy,deviation", "9,5,0.009,"]

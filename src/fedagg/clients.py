@@ -124,7 +124,7 @@ class Clients:
     outcome: Outcome | None = None
     rehearsed: Outcome | None = None  # of the last rehearsal
 
-    reports_numbers: ClassVar[bool] = True  # does a client report its own numbers beside its update?
+    reports_numbers: ClassVar[bool] = True  # does a client report its own numbers besides its update?
 
     @property
     def epochs(self) -> int:
@@ -132,12 +132,12 @@ class Clients:
 
     @property
     def batches(self) -> list[int]:
-        """Mini-batches an epoch, of each participant."""
+        """Mini-batches per epoch, of each participant."""
         return [self.local.steps(len(self.samples(i))) for i in self.ids]
 
     @property
     def steps(self) -> float:
-        """S: mini-batches an epoch, averaged over the participants."""
+        """S: mini-batches per epoch, averaged over the participants."""
         return sum(self.batches) / len(self.ids)
 
     @property
@@ -167,7 +167,7 @@ class Clients:
         self.downlink.error = None
 
     def rehearse(self, work: Work) -> dict[int, ClientReport]:
-        """Let every participant do the work and report how it went. Nothing else is kept but `rehearsed`, what they computed."""
+        """Let every participant do the work and report how it went. Nothing is kept except `rehearsed`, what they computed."""
         left_out, length, outcome, error = dict(self.left_out), self.yardstick.length, self.outcome, self.downlink.error
         self.outcome = None
         with suppress(NoClients):
@@ -233,7 +233,7 @@ class Gathered:
         size = torch.tensor([float(len(job.samples)) for job in chunk.jobs], dtype=torch.float64)
         weight = size if weight is None else weight.double().cpu()
         if weight.shape != size.shape or not bool((torch.isfinite(weight) & (weight >= 0)).all()):
-            raise FedaggError("weigh: the method must give one number a client, finite and not negative")
+            raise FedaggError("weigh: the method must give one number per client, finite and not negative")
         fits = torch.tensor([received == chunk.delta.shape[1] for received in chunk.received])
         # Buffers that a client did not change are accepted whatever they hold: an infinity or NaN there is not its fault.
         same = (chunk.buffers == model.buffers) | (chunk.buffers.isnan() & model.buffers.isnan())
@@ -335,7 +335,7 @@ def own_steps(work: Work, local: ClientOptions) -> None:
     """Refuse options of the client's optimiser that the method's own step would ignore."""
     if work.step is not None and (local.momentum or local.optimizer != "sgd"):
         name, value = ("momentum", local.momentum) if local.optimizer == "sgd" else ("client_optimizer", local.optimizer)
-        raise SettingError(name, value, "the method takes local steps of its own; leave it out")
+        raise SettingError(name, value, "the method takes its own local steps; leave it out")
 
 
 def split_trace(trace: Tensor, epochs: int) -> MeanField:

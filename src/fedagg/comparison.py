@@ -141,7 +141,7 @@ def task(c: Config, seeds: Sequence[int]) -> str:
 
 @dataclass
 class Watch:
-    """What is shown while the runs go on; by default nothing."""
+    """What is shown while the runs train; by default nothing."""
 
     one: Callable[[str], AbstractContextManager[Sequence[Callback]]] = lambda name: nullcontext(())
     many: Callable[[list[Cell], int], AbstractContextManager[Callable[[CellResult], None]]] = lambda todo, jobs: nullcontext(
@@ -256,7 +256,7 @@ def carry_out(
     loss: Loss | None = None,
     metric: Metric | Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Comparison:
-    """Make the runs, each in its own folder. Runs that are already finished there are not repeated."""
+    """Train the runs, each in its own folder. Runs that are already finished there are not repeated."""
     if (folder / "config.toml").exists():
         raise SettingError("out", str(folder), "is the folder of a single run; choose another folder, for all methods")
     several = len(configs) > len(first_seeds(configs))

@@ -38,8 +38,8 @@ FOREIGN_NAMES = {
     "optimizer": "client_optimizer",
 }
 
-# Settings that say where and how fast a run goes and how often it is evaluated. They do not change its outcome.
-NO_BEARING = {"device", "engine", "threads", "chunk", "data_dir", "checkpoint_every", "client_memory", "eval_every", "plugin"}
+# Settings that say where and how fast a run goes, and how often it is evaluated. They do not change its result.
+NO_EFFECT = {"device", "engine", "threads", "chunk", "data_dir", "checkpoint_every", "client_memory", "eval_every", "plugin"}
 
 # Settings that only some partitions use.
 OF_PARTITIONS = {
@@ -83,7 +83,7 @@ class Config(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def gathered(cls, given: Any) -> Any:
+    def collect_method_options(cls, given: Any) -> Any:
         """Collect everything that is not a setting as options of the method."""
         if not isinstance(given, Mapping):
             return given
@@ -93,12 +93,12 @@ class Config(Settings):
 
     @field_validator("plugin", mode="before")
     @classmethod
-    def listed(cls, given: Any) -> Any:
+    def parse_plugins(cls, given: Any) -> Any:
         return plugins.parse_names(given)
 
     @model_validator(mode="before")
     @classmethod
-    def numbers(cls, given: Any) -> Any:
+    def refuse_odd_values(cls, given: Any) -> Any:
         for name, value in given.items() if isinstance(given, dict) else ():
             field = cls.model_fields.get(name)
             kinds = () if field is None else get_args(field.annotation) or (field.annotation,)
@@ -106,26 +106,26 @@ class Config(Settings):
         return given
 
     @model_validator(mode="after")
-    def sound(self, info: ValidationInfo) -> Config:
+    def check_all(self, info: ValidationInfo) -> Config:
         context = info.context or {}
         recorded, method = context.get("recorded", False), context.get("method")
         if not recorded:
             plugins.load(self.plugin)
-        self.names_exist(recorded, recorded or method is not None)
+        self.check_names(recorded, recorded or method is not None)
         if not recorded:
-            self.data_fit()
+            self.check_data()
             for setting, users in OF_PARTITIONS.items():
                 if setting in self.model_fields_set and self.partition not in users:
                     words = f"the {self.partition} partition has no such setting; {listing(users)}"
                     raise SettingError(setting, getattr(self, setting), words)
         method = method or known_method(self.method)
         if method is not None:
-            self.__dict__["options"] = self.fitting(method, recorded)
+            self.__dict__["options"] = self.complete_options(method, recorded)
             if not recorded:
-                self.rates_fit(method)
+                self.check_rates(method)
         return self
 
-    def rates_fit(self, method: type[Algorithm]) -> None:
+    def check_rates(self, method: type[Algorithm]) -> None:
         """Refuse a change of the base rate that the method would ignore, or that leaves next to nothing of the rate."""
         for name in schedule.SETTINGS:
             if not method.scheduled and getattr(self, name) != Config.model_fields[name].default:
@@ -142,12 +142,12 @@ class Config(Settings):
             return self.lr
         return self.lr * schedule.share(t, self.rounds, self.lr_decay, self.lr_schedule, self.warmup)
 
-    def names_exist(self, recorded: bool, any_method: bool) -> None:
+    def check_names(self, recorded: bool, any_method: bool) -> None:
         """Check the names. A recorded one may come from a plugin that is not installed here."""
         from fedagg import aggregate, data, models, partition  # slow to import, and `fedagg list` does not need them
 
         if not any_method:
-            self.method_exists()
+            self.check_method()
         for setting, names, registry in (
             ("dataset", data.names, data.REGISTRY),
             ("model", models.names, models.ARCHITECTURES),
@@ -163,7 +163,7 @@ class Config(Settings):
             if getattr(self, setting) not in known:
                 raise unknown(setting, getattr(self, setting), known)
 
-    def data_fit(self) -> None:
+    def check_data(self) -> None:
         """Check that files exist and that only files have columns. Data that name their users are split by user by default."""
         from fedagg import data
 
@@ -175,7 +175,7 @@ class Config(Settings):
         if "partition" not in self.model_fields_set and (self.user is not None or data.names_users(self.dataset)):
             self.__dict__["partition"] = "user"
 
-    def method_exists(self) -> None:
+    def check_method(self) -> None:
         from fedagg.algorithms import REGISTRY
 
         if "." in self.algorithm and not REGISTRY.has(self.algorithm):
@@ -187,7 +187,7 @@ class Config(Settings):
             fix = f"choose one of {', '.join(['default', *others])}" if others else f"{self.algorithm} has only one; leave it out"
             raise SettingError("variant", self.variant, fix)
 
-    def fitting(self, method: type, recorded: bool) -> dict[str, Any]:
+    def complete_options(self, method: type, recorded: bool) -> dict[str, Any]:
         """All options of the method: the given ones, checked, and its defaults for the rest."""
         known, chosen = declared(method), dict[str, Any]()
         for name, value in self.options.items():
@@ -409,10 +409,10 @@ def resolve_each(
 def apply_preset(chosen: dict[str, Any], base: dict[str, Any], method: type | None = None) -> Config:
     own = declared(method) if method is not None else options_of(chosen)
     # A preset is for every method: a method takes only the options it has.
-    fitting = {k: v for k, v in base.items() if k in Config.model_fields or k in own}
-    config = make({**fitting, **chosen}, method=method)
-    if config.partition == "user" and "clients" in fitting:  # the data decide how many users there are
-        config = make({**{k: v for k, v in fitting.items() if k != "clients"}, **chosen}, method=method)
+    complete_options = {k: v for k, v in base.items() if k in Config.model_fields or k in own}
+    config = make({**complete_options, **chosen}, method=method)
+    if config.partition == "user" and "clients" in complete_options:  # the data decide how many users there are
+        config = make({**{k: v for k, v in complete_options.items() if k != "clients"}, **chosen}, method=method)
     if "alpha" in chosen and "sigma" not in chosen and config.partition.startswith("dirichlet"):
         words = f"alpha is {config.method}'s own; the concentration of the Dirichlet partition is sigma, {config.sigma:g} here"
         warnings.warn(words, FedaggWarning, stacklevel=2)

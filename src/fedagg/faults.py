@@ -1,4 +1,4 @@
-"""Clients that drop out, fall behind or send nonsense: seeded, so that a bad day can be repeated."""
+"""Clients that drop out, fall behind or send nonsense. All faults are seeded, so that a faulty run can be repeated."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Faults:
     seed: int = 0
     dropout: float = 0.0  # share of participants that never answer
     straggler: float = 0.0  # share that stop after some of their epochs
-    corrupt_rate: float = 0.0  # share that answer nonsense, of one of the KINDS
+    corrupt_rate: float = 0.0  # share that send nonsense, of one of the KINDS
     flip: float = 0.0  # share of clients that are hostile: always the same ones, they send their update reversed
-    scale: float = 1.0  # and this many times over
+    scale: float = 1.0  # and multiplied by this factor
 
     def happens(self, rate: float, *where: object) -> bool:
         return rate > 0 and bool(seeding.numpy_generator(self.seed, "fault", *where).random() < rate)
@@ -28,7 +28,7 @@ class Faults:
         return self.happens(self.dropout, "dropout", t, client)
 
     def epochs(self, t: int, client: int, epochs: int) -> int:
-        """How many of its epochs a client gets done: at least one."""
+        """How many of its epochs a client completes: at least one."""
         if epochs < 2 or not self.happens(self.straggler, "straggler", t, client):
             return epochs
         return int(seeding.numpy_generator(self.seed, "fault", "epochs", t, client).integers(1, epochs))

@@ -138,7 +138,7 @@ def run(
         resume: a run folder to continue. Its settings are used; settings given here may change what `--resume` may change.
         callbacks: watch the run; one whose `round_done` returns True stops it.
         progress: show a bar; by default in a notebook or a terminal, but not if standard error is redirected.
-        wrap: put an engine of yours around the run's own, to see (or change) what every client does.
+        wrap: put your own engine around the run's, to see (or change) what every client does.
     """
     if resume is not None and out is not None:
         raise SettingError("out", str(out), f"a resumed run continues in its own folder, {resume}; leave out `out`")
@@ -157,20 +157,20 @@ def run(
     rules = stopping.rules(config)
     simulation = Simulation(config, method, data, model, parts, loss, wrap, metric)
     config, server, timing = simulation.config, simulation.server, simulation.timing
-    with simulation.record(out, resume) as book, bar.show_bar(progress, config.method) as bars:
+    with simulation.record(out, resume) as run_record, bar.show_bar(progress, config.method) as bars:
         watching = () if simulation.is_follower else (*rules, *callbacks, *bars)
-        keeper = Keeper(simulation, book)
+        keeper = Keeper(simulation, run_record)
         try:
             tell(watching, "judged", simulation.task.metric)
             tell(watching, "started", config, keeper.done)
-            keeper.stopped = tell(watching, "resumed", book.history) if keeper.done else None
+            keeper.stopped = tell(watching, "resumed", run_record.history) if keeper.done else None
         except BaseException:
-            book.withdraw()
+            run_record.withdraw()
             raise
         timing.lap("record")
         try:
             for t in range(keeper.done, config.rounds):
-                if simulation.all_stop(keeper.stopped is not None):
+                if simulation.agree_to_stop(keeper.stopped is not None):
                     break
                 clock = time.perf_counter()
                 clients = server.clients(t)
@@ -182,15 +182,15 @@ def run(
                     row |= simulation.evaluate(server.reported_model)
                     timing.lap("evaluation")
                 row["seconds"] = round(time.perf_counter() - clock, 6)
-                keeper.book_round(row, clients)
+                keeper.record_round(row, clients)
                 keeper.stopped = tell(watching, "round_done", row)
                 keeper.save_if_due()
                 timing.lap("record")
         except KeyboardInterrupt as stop:
             keeper.interrupt(str(stop))
         except BaseException:
-            if not book.history:  # there is nothing to resume
-                book.withdraw()
+            if not run_record.history:  # there is nothing to resume
+                run_record.withdraw()
             raise
         result = keeper.finish()
     if simulation.team is not None and not result.interrupted:
@@ -261,7 +261,7 @@ class Simulation:
         """Is this not the first process of a distributed run? The first one evaluates and keeps the record."""
         return self.team is not None and self.team.rank > 0
 
-    def all_stop(self, stop: bool) -> bool:
+    def agree_to_stop(self, stop: bool) -> bool:
         """Does the run stop? In a distributed run the first process decides for all."""
         return stop if self.team is None else bool(self.team.most(torch.tensor([float(stop)])))
 
@@ -280,10 +280,10 @@ class Simulation:
             environment["metric"] = self.task.metric.facts()
         if resume is not None and not self.is_follower:
             return record.Record.resume(Path(resume), self.config, self.identity, environment)
-        book = record.Record(Path(out) if out is not None and not self.is_follower else None, self.config, environment)
+        run_record = record.Record(Path(out) if out is not None and not self.is_follower else None, self.config, environment)
         if resume is not None:
-            book.resumed = checkpoint.latest(Path(resume) / "checkpoints")
-        return book
+            run_record.resumed = checkpoint.latest(Path(resume) / "checkpoints")
+        return run_record
 
     def personal(self) -> float | None:
         """The personalised score, if asked for or if the method is judged by it: the mean over some clients, after fitting the
@@ -305,27 +305,27 @@ class Simulation:
 
 
 class Keeper:
-    """Keeps a run's record: books rounds, saves checkpoints, goes back to what was booked, and sums up at the end."""
+    """Keeps the record of a run: adds rounds, saves checkpoints, goes back to the last recorded round, and sums up at the end."""
 
-    def __init__(self, simulation: Simulation, book: record.Record) -> None:
-        self.simulation, self.book, self.server, self.memory = simulation, book, simulation.server, simulation.memory
+    def __init__(self, simulation: Simulation, run_record: record.Record) -> None:
+        self.simulation, self.record, self.server, self.memory = simulation, run_record, simulation.server, simulation.memory
         self.last_state, self.done, self.before, self.interrupted = self.server.freeze(0), 0, 0.0, False
         self.stopped: str | None = None  # the reason, if a callback ended the run before its last round
-        if book.resumed is not None:
-            self.server.resume(book.resumed)
+        if run_record.resumed is not None:
+            self.server.resume(run_record.resumed)
             if self.memory is not None:
-                recall(book.resumed, self.memory, simulation.config.clients)
-            self.last_state, self.done = book.resumed, book.resumed.round
-            self.before = float(book.resumed.facts.get("seconds", 0.0))
+                recall(run_record.resumed, self.memory, simulation.config.clients)
+            self.last_state, self.done = run_record.resumed, run_record.resumed.round
+            self.before = float(run_record.resumed.facts.get("seconds", 0.0))
         self.started = self.saved = time.perf_counter()
         self.took = 0.0
 
     def seconds(self) -> float:
         return self.before + time.perf_counter() - self.started
 
-    def book_round(self, row: dict[str, Any], clients: Clients) -> None:
-        with interrupt.delay_interrupts():  # a round is booked completely or not at all
-            self.book.round(row, describe_clients(clients.t, clients))
+    def record_round(self, row: dict[str, Any], clients: Clients) -> None:
+        with interrupt.delay_interrupts():  # a round is recorded completely or not at all
+            self.record.round(row, describe_clients(clients.t, clients))
             if self.memory is not None:
                 self.memory.commit()
             self.done = clients.t + 1
@@ -334,7 +334,7 @@ class Keeper:
     def save(self) -> None:
         numbers = self.last_state.facts.get("numbers", {})
         facts = {"seconds": self.seconds(), "identity": self.simulation.identity, "numbers": numbers}
-        self.book.checkpoint(Checkpoint(self.done, self.last_state.tensors, facts, memory_parts(self.memory)))
+        self.record.checkpoint(Checkpoint(self.done, self.last_state.tensors, facts, memory_parts(self.memory)))
 
     def save_if_due(self) -> None:
         """Save a checkpoint after as many rounds as the settings say; by default about once a minute, if it costs little."""
@@ -356,16 +356,16 @@ class Keeper:
         self.server.revive(self.last_state)
 
     def finish(self) -> Result:
-        simulation, server, history, seconds = self.simulation, self.server, self.book.history, self.seconds()
+        simulation, server, history, seconds = self.simulation, self.server, self.record.history, self.seconds()
         keep = self.keeps_last()
         if self.done and keep:
             self.save()
         module = server.layout.unpack(server.reported_model.to(torch.device("cpu")), simulation.finished)
-        self.book.model(module, simulation.inputs.scale())
+        self.record.model(module, simulation.inputs.scale())
         metric = simulation.task.metric
         scored = [row for row in history if metric.key in row]
         warn_about(history, scored)
-        left_out = self.book.unheard()
+        left_out = self.record.left_out_clients()
         asked = simulation.config.corrupt_rate or simulation.config.flip_rate
         if not asked and not all(row.get("unchanged") for row in history):
             warn_left_out(left_out, len(history))
@@ -379,7 +379,7 @@ class Keeper:
             *scores(history, metric),
             seconds=seconds,
             timing=dict(simulation.timing),
-            run=self.book.folder,
+            run=self.record.folder,
             interrupted=self.interrupted,
             stopped=None if self.interrupted or self.done == simulation.config.rounds else self.stopped,
             left_out=left_out,
@@ -389,9 +389,9 @@ class Keeper:
             criterion=simulation.loss,
             task=simulation.task,
         )
-        self.book.result(result.summary())
+        self.record.result(result.summary())
         if not keep:
-            self.book.remove_checkpoints()
+            self.record.remove_checkpoints()
         return result
 
     def keeps_last(self) -> bool:

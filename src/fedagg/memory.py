@@ -12,18 +12,18 @@ from fedagg.engines.distributed import Team
 from fedagg.errors import SettingError
 from fedagg.files import reason
 
-MUCH = 4 << 30  # bytes that all clients together may remember without having been asked to
+MUCH = 4 << 30  # bytes that all clients together may remember unless the user asks for more
 
 
 def is_much(clients: int, d: int) -> bool:
-    """Would vectors of d numbers for this many clients fill a disk?"""
+    """Do vectors of d numbers for this many clients take much room?"""
     return 4 * clients * d > MUCH
 
 
 class ClientMemory:
     """Vectors by client, zero until first written.
 
-    New vectors are staged during a round, kept for the clients that the server finds valid, and committed when the round is booked.
+    New vectors are staged during a round, kept for the clients that the server finds valid, and committed with its record.
     So a client that was left out, and every client of an aborted round, keeps its earlier vector. With `disk`, the vectors live in
     an unnamed file that disappears with the process, and memory does not grow with the number of clients."""
 

@@ -181,7 +181,7 @@ def label_maps(
     boxes.boxplot([values[np.isfinite(values)] for values in distances.values()], tick_labels=list(distances))
     boxes.set_ylabel(distance)
     boxes.set_ylim(bottom=0)
-    boxes.set_title("distance of clients from everybody's mix", fontsize=10)
+    boxes.set_title("distance of clients from the overall mix", fontsize=10)
     tidy(boxes)
     return finish(figure, {}, title, paths)
 

@@ -1,6 +1,6 @@
 """Compress the shared field on its way to the clients to a few bits per number.
 
-FedAgg's default sends one vector beside the weights, φ1. At 2 or 3 bits per number this costs a few percent of what FedAvg sends.
+FedAgg's default sends one vector besides the weights, φ1. At 2 or 3 bits per number this costs a few percent of what FedAvg sends.
 Three things keep it harmless: the rounding is stochastic, so it is right on average; every block of 128 numbers has its own
 scale; and the rounding error is added before the next rounding (error feedback), so nothing is lost for good. The generator is
 seeded by the round, so the simulator and a real federation send the same bits.

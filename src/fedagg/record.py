@@ -171,7 +171,7 @@ class Record:
         for client, cause in clients["left_out"].items():
             self.left_out.setdefault(cause, Counter())[client] += 1
 
-    def unheard(self) -> dict[str, dict[str, int]]:
+    def left_out_clients(self) -> dict[str, dict[str, int]]:
         """By cause, the clients that answered and were left out, those with the most rounds first."""
         return {why: dict(who.most_common()) for why, who in self.left_out.items() if why != "dropped out"}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedagg import config, files
-from fedagg.config import NO_BEARING, Config
+from fedagg.config import NO_EFFECT, Config
 from fedagg.errors import FedaggError, SettingError
 from fedagg.formats import check_run
 from fedagg.measure import Measure, read_measure
@@ -24,7 +24,7 @@ DESCRIBED = {
     *("dataset", "model", "task", "metric", "partition", "sigma", "shards", "deviation", "column", "participation", "clients"),
     *("rounds", "normalize", "validation", "seed", "algorithm", "variant"),
 }
-RESULT = ("rounds", "loss", "seconds")  # numbers in result.json, beside those of the metric
+RESULT = ("rounds", "loss", "seconds")  # numbers in result.json, besides those of the metric
 RATES = ("rate_mean", "rate_min", "rate_max")
 
 
@@ -59,8 +59,8 @@ class Lines:
     def __init__(self) -> None:
         self.known: dict[Path, tuple[int, bytes, list[dict[str, Any]]]] = {}  # bytes read, the last line, all rows
 
-    def __call__(self, path: Path, sound: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-        """The rows of a file; `sound` checks whether a row's values are of the right kind."""
+    def __call__(self, path: Path, is_valid: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+        """The rows of a file; `is_valid` checks whether a row's values are of the right kind."""
         size, last, before = self.known.get(path, (0, b"", []))
         text = content(path, size - len(last)) or b""
         if text.startswith(last):
@@ -70,8 +70,8 @@ class Lines:
         for line in text.splitlines(keepends=True):
             if line.endswith(b"\n"):
                 row = parse_object(line)
-                if row is None or not sound(row):
-                    raise FedaggError(f"{path}: line {len(rows) + 1} is damaged; the run has to be made again")
+                if row is None or not is_valid(row):
+                    raise FedaggError(f"{path}: line {len(rows) + 1} is damaged; repeat the run")
                 rows.append(row)
                 size, last = size + len(line), line
         self.known[path] = size, last, rows
@@ -154,7 +154,7 @@ def metric_name(what: str, configs: Iterable[Config]) -> str:
 
 def details(config: Config) -> dict[str, Any]:
     """The other settings that the outcome depends on, besides task, method and seed."""
-    return {k: v for k, v in config.flat().items() if k not in DESCRIBED | NO_BEARING}
+    return {k: v for k, v in config.flat().items() if k not in DESCRIBED | NO_EFFECT}
 
 
 def differing_settings(settings: Sequence[dict[str, Any]]) -> list[str]:
@@ -216,7 +216,7 @@ def content(path: Path, start: int = 0) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise FedaggError(f"{path}: cannot be read ({files.reason(error)}); it has to be a file that you may read") from None
+        raise FedaggError(f"{path}: cannot be read ({files.reason(error)}); give a file that you may read") from None
 
 
 def parse_object(text: bytes) -> dict[str, Any] | None:

@@ -115,7 +115,7 @@ class Server:
         return (t + 1) % self.config.eval_every == 0 or t + 1 == self.config.rounds
 
     def freeze(self, done: int) -> Checkpoint:
-        """Everything the server carries into the next round. Nothing is copied: rounds replace tensors and change none in place."""
+        """Everything carried into the next round. Nothing is copied: rounds replace tensors and change none in place."""
         self.check_unaltered()
         tensors = {"w": self.model.w, "buffers": self.model.buffers, "average": self.average}
         tensors["yardstick"] = torch.tensor(self.yardstick.length, dtype=torch.float64)

@@ -20,7 +20,9 @@ def isolated_torch_state() -> Iterator[None]:
 
     Layers draw from torch's global generator, one per process: two runs at once would take each other's numbers."""
     if not _running.acquire(blocking=False):
-        words = "another run is going on in this process, and both would draw from one generator; give it a process of its own"
+        words = (
+            "another run is in progress in this process, and both would draw from one generator; run this one in its own process"
+        )
         raise SettingError("run", threading.current_thread().name, words)
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
     try:

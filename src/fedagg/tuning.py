@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import fedagg
 from fedagg import checks, paired, plots, runs, seeding, sheets
-from fedagg.config import NO_BEARING, OF_PARTITIONS, Config, options_of, resolve
+from fedagg.config import NO_EFFECT, OF_PARTITIONS, Config, options_of, resolve
 from fedagg.data import Dataset
 from fedagg.errors import FedaggError, FedaggWarning, SettingError, need
 from fedagg.measure import ACCURACY, Measure
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 VALIDATION = 0.1  # default share of the training data that is held back
 SEEDS = (5, 6)  # not those that results are reported with
-HALVING = 4  # a first pass with a quarter of the rounds, after which a quarter of the settings are left
+HALVING = 4  # the first phase has a quarter of the rounds, and leaves a quarter of the settings
 
 # The task. A better figure for another value of these says nothing about the method.
 TASK = {
@@ -44,7 +44,7 @@ TASK = {
     *("validation", "client_test", "per_client", "personal", "seed"),
 }
 
-Run = Callable[[list[Cell]], bool]  # makes the runs that have no results yet, and says whether it finished
+Run = Callable[[list[Cell]], bool]  # trains the runs that have no results yet, and says whether it finished
 Scored = tuple[float, float, Measure]  # the score of a run, its loss, and the measure of the score
 Found = Callable[[Config], Scored | None]
 R = TypeVar("R")
@@ -176,7 +176,7 @@ class Plan:
             warnings.warn(words, FedaggWarning, stacklevel=3)
         return [with_scores(t, [one for one in each if one is not None]) for t, each in known if None not in each]
 
-    def carry_out(self, run: Run, found: Found) -> Tuned:
+    def try_and_rank(self, run: Run, found: Found) -> Tuned:
         """Try the points and rank them."""
         if self.draws is not None:
             return Tuned(self, rank_points(self.search(run, found)), [])
@@ -185,7 +185,7 @@ class Plan:
         left = [t for t in self.trials if not self.halving or t.settings in kept]
         return Tuned(self, rank_points(self.score_points(left, run, found)), first)
 
-    def go_over(self, run: Run, found: Found) -> Swept:
+    def try_in_order(self, run: Run, found: Found) -> Swept:
         """Try the points and leave them in the order of the axes."""
         whole = self.score_points(self.trials, run, found)
         if not whole:
@@ -399,7 +399,7 @@ def tune(
     plan = Plan.make(
         method, grid, settings | own.settings, preset=preset, seeds=seeds, random=random, halving=halving, trials=trials
     )
-    return own.run_plan(plan.carry_out, jobs, out)
+    return own.run_plan(plan.try_and_rank, jobs, out)
 
 
 def sweep(
@@ -421,7 +421,7 @@ def sweep(
     """
     own = PythonObjects(checks.samples(data, None, None, settings), model, loss, metric)
     plan = Plan.make(method, grid, settings | own.settings, preset=preset, seeds=seeds, choosing=False)
-    return own.run_plan(plan.go_over, jobs, out)
+    return own.run_plan(plan.try_in_order, jobs, out)
 
 
 class PythonObjects:
@@ -438,12 +438,12 @@ class PythonObjects:
         self.metric = None if isinstance(metric, str) else metric
         self.mine += [name for name, thing in (("loss", loss), ("metric", self.metric)) if thing is not None]
 
-    def run_plan(self, carry_out: Callable[[Run, Found], R], jobs: int | str, out: str | Path | None) -> R:
+    def run_plan(self, attempt: Callable[[Run, Found], R], jobs: int | str, out: str | Path | None) -> R:
         """Run the plan: in this process if objects came from Python, else as the command does."""
         if not self.mine:
             with tempfile.TemporaryDirectory() as scratch:
                 store = Store(Path(out) if out is not None else Path(scratch))
-                return carry_out(partial(run_cells, store=store, jobs=jobs), partial(score, store))
+                return attempt(partial(run_cells, store=store, jobs=jobs), partial(score, store))
         for setting, value, usual in (("jobs", jobs, 1), ("out", out, None)):
             if value != usual:
                 raise SettingError(setting, value, f"{', '.join(self.mine)} from Python cannot be handed to it; leave it out")
@@ -459,7 +459,7 @@ class PythonObjects:
                     known[cell.config] = result.score, result.loss, result.metric
             return True
 
-        return carry_out(run, known.get)
+        return attempt(run, known.get)
 
 
 def run_cells(cells: list[Cell], store: Store, jobs: int | str) -> bool:
@@ -498,7 +498,7 @@ def axes_of(grid: Mapping[str, Iterable[Any]], given: Mapping[str, Any], no_axes
         axes[name] = tuple(dict.fromkeys(plain))
         if not axes[name]:
             raise SettingError("grid", f"{name}=", f"has no values; give some, as in {name}=0.01,0.1")
-        if name in NO_BEARING:
+        if name in NO_EFFECT:
             raise SettingError("grid", name, "says where or how fast a run goes, and the result stays the same; leave it out")
         if name in no_axes:
             instead = {"seed": "give --seeds", "validation": "give --validation", "algorithm": "use `fedagg compare`"}

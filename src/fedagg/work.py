@@ -32,7 +32,7 @@ def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 
 @dataclass
 class Client:
-    """What a client knows while it trains. For a stack of n clients, whatever differs between them has a leading axis, (n, d)."""
+    """What a client knows while it trains. For a stack of n clients, what differs between them has a leading axis, (n, d)."""
 
     start: Tensor  # w̄, the global weights, (d,)
     memory: Tensor | None = None  # the vector it remembers, (d,) or (n, d)
@@ -119,7 +119,7 @@ class Work:
     represent: str | None = None  # the head whose input is averaged per class after training (FedGH)
     loss: ClientLoss | None = None  # loss(learner, x, y): the loss of every sample, (B,)
     step: LocalStep | None = None  # step(client, w, gradient, rate, state): the next weights and state
-    pure: bool = False  # nothing that the step reads changes during a run but what it is given: a GPU may record and replay it
+    pure: bool = False  # during a run, nothing that the step reads changes except its arguments: a GPU may record and replay it
 
     @property
     def custom(self) -> bool:

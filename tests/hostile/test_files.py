@@ -164,7 +164,7 @@ def test_a_run_in_another_thread_is_refused_and_changes_nothing() -> None:
 
     ours = tiny.job(rounds=3, callbacks=[Starting(start)]).model.state_dict()
     assert said
-    assert all("another run is going on in this process" in words for words in said)
+    assert all("another run is in progress in this process" in words for words in said)
     assert all(torch.equal(value, plain[name]) for name, value in ours.items())
 
 

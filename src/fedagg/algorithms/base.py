@@ -56,13 +56,13 @@ class Algorithm:
 
     def loss(self, learner: Learner, x: Tensor, y: Tensor) -> Tensor:
         """A client's loss of every sample, (B,), for work that asks for it with `Work(loss=self.loss)`."""
-        raise AssertionError("only algorithms with a loss of their own are asked")
+        raise AssertionError("only algorithms with their own loss are asked")
 
     def step(self, client: Client, w: Tensor, gradient: Gradient, rate: Tensor, state: State) -> tuple[Tensor, State]:
         """A local step, for work that asks for it with `Work(step=self.step)`: the next weights, and what the client keeps until
         the next step of the round (at first nothing). `gradient(w)` is the mini-batch's gradient at any w. The code must work for
         one client, (d,), and for many, (n, d): take norms over the last axis."""
-        raise AssertionError("only algorithms with steps of their own are asked")
+        raise AssertionError("only algorithms with their own steps are asked")
 
     def weigh(self, chunk: Chunk) -> Tensor:
         """The weight of each client in `Outcome.mean`, (n,): by default its number of samples."""
@@ -91,7 +91,7 @@ class Methods(Registry[type[Algorithm]]):
     def add(self, name: str, thing: type[Algorithm]) -> None:
         if not (isinstance(thing, type) and issubclass(thing, Algorithm)):
             raise SettingError(self.setting, name, f"{origin(thing)} is not a subclass of fedagg.Algorithm")
-        sound(name, thing)
+        check_class(name, thing)
         super().add(name, thing)
         thing.name = name
 
@@ -100,7 +100,7 @@ REGISTRY = Methods("algorithm", "fedagg.algorithms")
 register = REGISTRY.register
 
 
-def sound(name: str, method: type[Algorithm]) -> None:
+def check_class(name: str, method: type[Algorithm]) -> None:
     """Refuse a method with another default for `lr`, or with an option that is named like a setting or has no default."""
     from fedagg.settings import Settings  # imported here: methods need only torch, registering them needs more
 

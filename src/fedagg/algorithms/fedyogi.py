@@ -1,4 +1,4 @@
-"""FedYogi (Reddi et al. 2021): FedAdam with a second moment that moves by at most (1-β2)Δ² a round."""
+"""FedYogi (Reddi et al. 2021): FedAdam with a second moment that moves by at most (1-β2)Δ² per round."""
 
 from dataclasses import dataclass
 

@@ -24,7 +24,7 @@ from fedagg import record
 from fedagg.bench.rivals import find
 from fedagg.bench.task import Task
 
-PATIENCE = 3600.0  # seconds for one rival in one pass
+PATIENCE = 3600.0  # seconds for one turn of one rival
 # Variables that would make a rival's process differ from one that the user starts.
 INHERITED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "WORLD_SIZE", "RANK", "LOCAL_RANK")
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
@@ -32,7 +32,7 @@ QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACC
 
 @dataclass
 class Timing:
-    """The measurements of one rival, over all passes."""
+    """The measurements of one rival, over all its turns."""
 
     rival: str
     about: str
@@ -64,7 +64,7 @@ def bench(task: Task, rivals: Sequence[str], passes: int = 2, tell: Callable[[st
     timings = {name: Timing(rival.name or name, rival.about, rival.package, rival.version) for name, rival in known.items()}
     rate, operations, load = 0.0, 0.0, os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     for turn in range(passes):
-        tell(f"pass {turn + 1} of {passes}: the device's peak rate")
+        tell(f"turn {turn + 1} of {passes}: the device's peak rate")
         try:
             seen = launch("peak", task)
         except Failed as error:
@@ -76,7 +76,7 @@ def bench(task: Task, rivals: Sequence[str], passes: int = 2, tell: Callable[[st
                 timing.failure = "not installed"
             if timing.failure:
                 continue
-            tell(f"pass {turn + 1} of {passes}: {timing.about}")
+            tell(f"turn {turn + 1} of {passes}: {timing.about}")
             try:
                 timing.add(launch(name, task))
             except Failed as error:

@@ -27,7 +27,7 @@ def bench(
     task: Task, runs: int = 2, seconds: float = 5.0, passes: int = 3, tell: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
     """The seconds that a round takes in one run alone and in each of several runs at once, and the ratio of the two: plain values
-    for a table, medians over the passes. `tell` is called with lines about the progress."""
+    for a table, medians over the turns. `tell` is called with lines about the progress."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     alone: list[float] = []
     together: list[float] = []
@@ -36,11 +36,11 @@ def bench(
         all_runs = [stack.enter_context(Run(task)) for _ in range(runs)]
         notes = [run.answer() for run in all_runs]
         for turn in range(passes):
-            tell(f"pass {turn + 1} of {passes}: one alone")
+            tell(f"turn {turn + 1} of {passes}: one alone")
             one = all_runs[turn % runs]
             one.ask(seconds)
             alone.append(one.answer())
-            tell(f"pass {turn + 1} of {passes}: {runs} side by side")
+            tell(f"turn {turn + 1} of {passes}: {runs} side by side")
             for run in all_runs:
                 run.ask(seconds)
             together.append(statistics.mean(run.answer() for run in all_runs))

@@ -57,12 +57,12 @@ def facts(result: dict[str, Any]) -> list[str]:
     lines = [
         f"{m['date']}; {where}; {m['platform']}{load}",
         f"fedagg {m['fedagg']}{code}, torch {m['torch']}, Python {m['python']}{others}",
-        f"{t['rounds']} rounds after one to warm up, {t['passes']} passes in turns, a process each; median over all rounds",
+        f"{t['rounds']} rounds after one to warm up, {t['passes']} turns each, in new processes; median over all rounds",
     ]
     if result["peak_rate"]:
         kind = t["precision"] if m["device"] != "cpu" else "fp32"
         peak, needed = result["peak_rate"] / 1e9, result["operations_per_round"] / 1e9
-        lines.append(f"peak {peak:,.0f} GFLOP/s in a large {kind} matrix product; the job is {needed:,.4g} GFLOP a round")
+        lines.append(f"peak {peak:,.0f} GFLOP/s in a large {kind} matrix product; the job is {needed:,.4g} GFLOP per round")
     return lines + [f"{row['rival']}: {row['note']}" for row in result["rows"] if row["note"]]
 
 
@@ -90,9 +90,9 @@ def neighbours(result: dict[str, Any]) -> str:
     load = "" if m["load_before"] is None else f", load {m['load_before']:.2f} at the start"
     return (
         f"{title(result)}\n"
-        f"one run alone {result['alone']:.4g} s a round, each of {runs} side by side {result['beside']:.4g}: "
+        f"one run alone {result['alone']:.4g} s per round, each of {runs} side by side {result['beside']:.4g}: "
         f"{result['ratio']:.2f} times as long\n"
-        f"passes: {spread}\n"
+        f"turns: {spread}\n"
         f"{m['date']}; {m['processor']}, {m['cores']} cores; fedagg {m['fedagg']}, torch {m['torch']}{load}; {result['note']}"
     )
 

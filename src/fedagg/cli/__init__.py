@@ -41,7 +41,7 @@ COMMANDS = {
         "partition:partition",
         "Show how a data set is split: label counts, client sizes and three distances, also over σ.",
     ),
-    "bench": ("bench:bench", "Time FedAvg's rounds: a plain PyTorch loop, our engines, and loops of your own."),
+    "bench": ("bench:bench", "Time FedAvg's rounds: plain PyTorch loops, our engines, and your own loops."),
     "data": ("datasets:app", "Data sets: fetch, verify, where they are."),
     "flower": ("flower:app", "A real federation on Flower: a project to start from, keys, nodes, runs."),
 }

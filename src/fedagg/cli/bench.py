@@ -39,7 +39,7 @@ def bench(
     out_dir: Annotated[Path | None, typer.Option("--out", help="keep the table in this folder, as JSON and Markdown")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
 ) -> None:
-    """Time FedAvg's rounds: a plain PyTorch loop, our engines, and loops of your own."""
+    """Time FedAvg's rounds: plain PyTorch loops, our engines, and your own loops."""
     if model not in models.names():
         raise unknown("model", model, models.names())
     if not 0 < participation <= 1:

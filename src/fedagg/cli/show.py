@@ -13,7 +13,7 @@ from rich.table import Table
 from fedagg import runs
 from fedagg.config import Config
 from fedagg.measure import ACCURACY, CLIENTS
-from fedagg.progress import err as err  # for the commands, beside `out`
+from fedagg.progress import err as err  # for the commands, like `out`
 
 if TYPE_CHECKING:  # slow to import, and methods can be listed without it
     from fedagg.result import Result

@@ -60,7 +60,7 @@ def tune(
     plan = make_plan(algorithm, config, grid, seeds, settings, **how)
     folder = out_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-tune-{plan.trials[0].config.method}"
     check_first(plan)
-    found, status = run_plan(plan.carry_out, folder, jobs, out_dir)
+    found, status = run_plan(plan.try_and_rank, folder, jobs, out_dir)
     if found is None:
         return status
     files.write(folder / "best.toml", found.to_toml())
@@ -105,7 +105,7 @@ def sweep(
     plan = make_plan(algorithm, config, grid, seeds, settings, choosing=False)
     folder = out_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-sweep-{plan.trials[0].config.method}"
     check_first(plan, every=bool(plan.axes.keys() & {*TASK, "model"}))
-    found, status = run_plan(plan.go_over, folder, jobs, out_dir)
+    found, status = run_plan(plan.try_in_order, folder, jobs, out_dir)
     if found is None:
         return status
     picture = draw(found, folder / f"{found.metric.key}.png")
@@ -136,7 +136,7 @@ def check_first(plan: Plan, every: bool = False) -> None:
         check(config, sets[config.dataset])
 
 
-def run_plan(carry_out: Callable[[Run, Found], R], folder: Path, jobs: str, out_dir: Path | None) -> tuple[R | None, int]:
+def run_plan(attempt: Callable[[Run, Found], R], folder: Path, jobs: str, out_dir: Path | None) -> tuple[R | None, int]:
     """Run the plan in a folder with a progress display. Returns its result, None if it was stopped, and the exit status."""
     running.processes(jobs, 1)
     store = Store(files.folder(folder))
@@ -149,7 +149,7 @@ def run_plan(carry_out: Callable[[Run, Found], R], folder: Path, jobs: str, out_
         return ended != 130
 
     try:
-        return carry_out(run, partial(score, store)), status
+        return attempt(run, partial(score, store)), status
     except KeyboardInterrupt:
         if out_dir is None:  # otherwise the user knows the folder
             hint(folder, out_dir)

@@ -65,7 +65,7 @@ def writers(paths: Sequence[Path], on: Read | None) -> Read:
         raise DataError(f"{paths[0]}: holds {rows.shape}, not ({len(on.y_train)}, 8)")
     if (wrong := np.flatnonzero(rows[:, 0] != on.y_train)).size:
         at = wrong[0]
-        raise DataError(f"{paths[0]}: says that image {at} is a {rows[at, 0]}, and MNIST that it is a {on.y_train[at]}")
+        raise DataError(f"{paths[0]}: says that image {at} is a {rows[at, 0]}, but MNIST says that it is a {on.y_train[at]}")
     return replace(on, users=rows[:, 2].astype(np.int64))
 
 
@@ -99,7 +99,7 @@ def postures(paths: Sequence[Path], _: Read | None) -> Read:
     tested = np.isin(subject[starts], TEST_PEOPLE)
     y, who = label[starts].astype(np.int64) - 1, subject[starts].astype(np.int64)
     if not tested.any() or tested.all():
-        raise DataError(f"{paths[0]}: has nobody to train on, or nobody to test on")
+        raise DataError(f"{paths[0]}: has no people to train on, or none to test on")
     return Read(x[~tested], y[~tested], x[tested], y[tested], who[~tested], (*ACTIVITIES, *TRANSITIONS))
 
 
@@ -112,7 +112,7 @@ def activities(paths: Sequence[Path], _: Read | None) -> Read:
     if who.shape != y_train.shape or len(x_train) != len(y_train) or len(x_test) != len(y_test):
         raise DataError(f"{paths[0].parent}: features, activities and people differ in number")
     if x_train.shape[1] != x_test.shape[1]:
-        raise DataError(f"{paths[3]}: {x_test.shape[1]} features, and {x_train.shape[1]} to train on")
+        raise DataError(f"{paths[3]}: {x_test.shape[1]} features to test on, but {x_train.shape[1]} to train on")
     labels = ((part[:, 0] - 1).astype(np.int64) for part in (y_train, y_test))
     return Read(x_train, next(labels), x_test, next(labels), who[:, 0].astype(np.int64), ACTIVITIES)
 
@@ -185,7 +185,7 @@ def roles(paths: Sequence[Path], _: Read | None) -> Read:
     train = {user: lines(text[: cuts[user]]) for user, text in texts.items()}
     test = [lines(text[cuts[user] :]) for user, text in texts.items()]
     if not any(map(len, train.values())) or not any(map(len, test)):
-        raise DataError(f"{paths[0]}: no role says enough to train and to test on")
+        raise DataError(f"{paths[0]}: no role has enough text to train and to test on")
     x_train, x_test = np.concatenate(list(train.values())), np.concatenate(test)
     users = np.repeat(list(train), [len(part) for part in train.values()])
     return Read(*reading(x_train), *reading(x_test), users)

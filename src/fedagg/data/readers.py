@@ -92,7 +92,7 @@ def dataset(
     if isinstance(source, Dataset):
         for option, value in (("target", target), ("features", features), ("user", user), ("test", test), ("classes", classes)):
             if value is not None:
-                raise SettingError(option, value, "a Dataset has all it needs; give this when you make it")
+                raise SettingError(option, value, "a Dataset is already complete; give this when you make the Dataset")
         return source if task is None else source.of_task(task)
     room = memory_limit(memory)
     columns = Columns(target, features, user, room)
@@ -100,7 +100,7 @@ def dataset(
     if isinstance(train.x, np.memmap) and Mapped.size(train.x) > room:
         train = replace(train, x=Mapped(train.x, room))
     if test is not None and own_test is not None:
-        raise SettingError("test", test, "the data have a test part already; leave it out")
+        raise SettingError("test", test, "the data already have a test part; leave it out")
     if test is None or isinstance(test, int | float):
         train, tested = (train, own_test) if own_test is not None else split_off_test(train, TEST if test is None else test)
     else:
@@ -210,7 +210,9 @@ def table_of(source: Any) -> dict[str, Any] | None:
     """The columns of a table from pandas, polars, pyarrow or Hugging Face, or of a dictionary of arrays."""
     if is_hugging(source):
         if not hasattr(source, "__len__"):
-            raise SettingError("data", type(source).__name__, "is streamed and has no end: take some of it into a data set first")
+            raise SettingError(
+                "data", type(source).__name__, "is streamed and has no length; copy a part of it into a data set first"
+            )
         whole = source.with_format("numpy")[:]
         pictures = [name for name in source.column_names if type(source.features[name]).__name__ == "Image"]
         return {name: channels_first(whole[name]) if name in pictures else whole[name] for name in source.column_names}
@@ -249,7 +251,9 @@ def features_of(table: Mapping[str, Any], chosen: list[str]) -> Array:
     found = {name: column_array(name, table[name]) for name in chosen}
     deep = [name for name, column in found.items() if column.ndim > 1]
     if deep and len(found) > 1:
-        raise SettingError("features", ", ".join(found), f"{deep[0]} holds an array a row: name it alone, or the others")
+        raise SettingError(
+            "features", ", ".join(found), f"{deep[0]} holds an array in each row; name only this column, or only the others"
+        )
     for name, column in found.items():
         if column.dtype.kind not in "biuf":
             kind = "text" if column.dtype.kind in "OUS" else str(column.dtype)
@@ -326,7 +330,7 @@ def from_images(folder: Path) -> tuple[Part, Part | None]:
     if not found:
         raise SettingError("dataset", str(folder), f"has no images: put {', '.join(PICTURES)} into a folder for each class")
     if find_spec("PIL") is None:
-        raise SettingError("dataset", str(folder), "images are read by Pillow, which is not installed: pip install Pillow")
+        raise SettingError("dataset", str(folder), "reading images needs Pillow, which is not installed: pip install Pillow")
     from PIL import Image
 
     held: dict[Path, list[Array]] = {top: [] for top in tops}
@@ -379,9 +383,9 @@ def from_csv(path: Path) -> dict[str, Array]:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise SettingError("dataset", str(path), f"cannot be read as CSV: {first_line(error)}") from None
     if not rows or len(set(header)) < len(header) or all(is_number(name) for name in header):
-        raise SettingError("dataset", str(path), "the first line must name the columns, each once, and rows must follow")
+        raise SettingError("dataset", str(path), "the first line must name every column once, and rows must follow")
     if uneven := [at for at, row in enumerate(rows) if len(row) != len(header)]:
-        words = f"row {uneven[0] + 1} has {len(rows[uneven[0]])} values, and the first line {len(header)}"
+        words = f"row {uneven[0] + 1} has {len(rows[uneven[0]])} values, but the first line has {len(header)}"
         raise SettingError("dataset", str(path), words)
     return {name: parse_column(column) for name, column in zip(header, zip(*rows, strict=True), strict=True)}
 
@@ -406,7 +410,7 @@ def parse_column(column: Sequence[str]) -> Array:
 
 def from_parquet(path: Path, columns: Columns) -> Part:
     if find_spec("pyarrow") is None:
-        raise SettingError("dataset", str(path), "Parquet is read by pyarrow, which is not installed: pip install pyarrow")
+        raise SettingError("dataset", str(path), "reading Parquet needs pyarrow, which is not installed: pip install pyarrow")
     from pyarrow import parquet
 
     try:
@@ -463,7 +467,7 @@ def from_arrays(path: Path, found: Mapping[str, Array], names: str = "") -> tupl
     """The parts from arrays named x_train and y_train, or x and y; and x_test, y_test and users if present."""
     x, y = next(((a, b) for a, b in (("x_train", "y_train"), ("x", "y")) if a in found and b in found), ("", ""))
     if not x:
-        words = f"needs x_train and y_train, or x and y, beside x_test, y_test and users where there are any; it has {names}"
+        words = f"needs x_train and y_train, or x and y, and optionally x_test, y_test and users; it has {names}"
         raise SettingError("dataset", str(path), words)
     tested = Part(found["x_test"], found["y_test"]) if "x_test" in found and "y_test" in found else None
     return Part(found[x], found[y], found.get("users")), tested
@@ -472,7 +476,7 @@ def from_arrays(path: Path, found: Mapping[str, Array], names: str = "") -> tupl
 def from_npy(path: Path, columns: Columns) -> Part:
     """The samples; targets and users are in separate files."""
     if not isinstance(columns.target, str):
-        raise SettingError("target", columns.target, f"{path.name} holds samples alone; name the .npy file with their labels")
+        raise SettingError("target", columns.target, f"{path.name} holds only samples; name the .npy file with their labels")
     users = npy(Path(columns.user), "user") if isinstance(columns.user, str) else columns.user
     return Part(npy(path, "dataset"), npy(Path(columns.target), "target"), users)
 

@@ -433,7 +433,7 @@ def _download(name: str, folder: Path) -> None:
                     _place(name, arrived, path)
     except (OSError, ValueError) as error:
         # ValueError is how pooch reports a wrong hash; every failure of the network is an OSError.
-        why = "came with a wrong hash" if isinstance(error, ValueError) else "could not be downloaded"
+        why = "was downloaded with a wrong hash" if isinstance(error, ValueError) else "could not be downloaded"
         raise DataError(_missing(name, missing[0], f"is missing and {why} ({type(error).__name__})")) from error
     finally:
         for path in new:  # the inner ones first; non-empty ones stay
@@ -455,14 +455,14 @@ def _retrieve(urls: Sequence[str], known_hash: str, scratch: Path) -> Path:
 
 def _place(name: str, arrived: Path, path: Path) -> None:
     if not _right(SOURCES[name], arrived):
-        raise DataError(_missing(name, path, "was downloaded and is not what was published"))
+        raise DataError(_missing(name, path, "was downloaded, but its content is not what was published"))
     os.replace(arrived, path)
 
 
 def extract(archive: Path, folder: str, wanted: Sequence[File], into: Path) -> list[Path]:
     """Extract the wanted files, and nothing else, from that folder of a tar or zip.
 
-    Members are found by their exact names and copied to names of our own, so no path, link or device in the archive can lead out of
+    Members are found by their exact names and copied to our own names, so no path, link or device in the archive can lead out of
     `into`.
     """
     targets = []
@@ -486,13 +486,13 @@ def extract(archive: Path, folder: str, wanted: Sequence[File], into: Path) -> l
         raise
     except Exception as error:  # the readers of tar and zip, and their decompressors, raise many kinds of errors
         why = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{archive.name}: not the archive it should be ({why}); fetch it again") from error
+        raise DataError(f"{archive.name}: not the expected archive ({why}); fetch it again") from error
     return targets
 
 
 def _copy(stream: IO[bytes], size: int, file: File, into: Path) -> Path:
     if size > _MEMBER_LIMIT or file.size not in (None, size):
-        raise DataError(f"{file.name}: {size} bytes in the archive is not its size; fetch it again")
+        raise DataError(f"{file.name}: {size} bytes in the archive, which is not its size; fetch it again")
     target = into / file.name
     with target.open("wb") as copy:
         shutil.copyfileobj(stream, copy, 1 << 20)

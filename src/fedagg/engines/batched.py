@@ -120,7 +120,7 @@ class Custom:
 
     @property
     def starts(self) -> bool:
-        """Is the next step the first of a round, which knows no state, of a method that keeps one?"""
+        """Is the next step the first of a round, for a method that keeps a state? Then there is no state yet."""
         return bool(self.room) and not self.state
 
     def keep(self, name: str, value: Tensor, active: Tensor) -> None:

@@ -73,9 +73,11 @@ def pick(setting: Setting, options: EngineOptions) -> Engine:
     what = heavy_layers(module)
     if setting.device.type == "cpu" and what:
         if written(setting, trial) and what != RECURRENT:  # torch's own cell is faster than the written-out one
-            return noted(Threaded(setting, cores, stacked.StackedNetwork), f"no autograd; {what} fill a core, not several")
+            return noted(
+                Threaded(setting, cores, stacked.StackedNetwork), f"no autograd; {what} can keep one core busy, but not several"
+            )
         if cores > 1 and not (draws(module) if trial is None else trial.draws or trial.alone):
-            return noted(Threaded(setting, cores), f"{what} fill a core, not several")
+            return noted(Threaded(setting, cores), f"{what} can keep one core busy, but not several")
         return noted(Sequential(setting), f"{what} on a CPU gain nothing from stacking")
     engine = together(setting, options, trial)
     if engine is None:

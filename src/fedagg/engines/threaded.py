@@ -1,10 +1,10 @@
 """Several clients at a time on a CPU, with one core per thread: each thread trains one client, or a stack of them.
 
 Convolutions of one small batch do not keep several cores busy, but one client per core does. For products of small stacked layers,
-torch can split each product among its threads, but these then meet at a barrier after every product, thousands of times a round. If
-another process wants the cores too, every barrier waits, busily, for a thread that is not running: two runs side by side took up to
-28 times as long as one alone. With one stack per thread, threads meet once a round. Python's lock does not matter while threads are
-in kernels; if these are short it does, and one thread is as good as two.
+torch can split each product among its threads, but these then meet at a barrier after every product, thousands of times per round.
+If another process wants the cores too, every barrier waits, busily, for a thread that is not running: two runs side by side took up
+to 28 times as long as one alone. With one stack per thread, threads meet once per round. Python's lock does not matter while
+threads are in kernels; if these are short it does, and one thread is as good as two.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Threaded:
         self.own, self.setting = threading.local(), setting
         # A pool keeps the arguments of its initializer: if the engine were one of them, neither would ever be freed.
         self.pool = ThreadPoolExecutor(threads, initializer=prepare, initargs=(self.own, setting, network))
-        self.note = f"{threads} clients at a time, a thread and a core each"
+        self.note = f"{threads} clients at a time, one thread and core each"
 
     def run(self, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> Iterator[Chunk]:
         if work.loss is not None:  # it may draw random numbers, and all threads share torch's generator
@@ -57,7 +57,7 @@ class Shared:
     def __init__(self, whole: Batched, threads: int) -> None:
         self.own, self.whole, self.threads = threading.local(), whole, threads
         self.pool = ThreadPoolExecutor(threads, initializer=prepare_stack, initargs=(self.own, whole))
-        self.note = f"{whole.note}, a stack a thread on up to {threads} threads"
+        self.note = f"{whole.note}, one stack per thread on up to {threads} threads"
 
     def stacks(self, group: list[Job]) -> list[list[Job]]:
         """As many stacks as there is work for. Only shapes count, because the grouping of clients decides the rounding."""

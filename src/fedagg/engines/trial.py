@@ -24,7 +24,7 @@ MOST = 8  # samples per client
 
 
 class Trial:
-    """One step of two clients, of which the second may have fewer samples than the first. Dropout draws other numbers in every
+    """One step of two clients, of which the second may have fewer samples than the first. Dropout draws different numbers in every
     form, so the step is tried without it."""
 
     def __init__(self, setting: Setting) -> None:
@@ -70,7 +70,7 @@ class Trial:
         except (RuntimeError, TypeError, ValueError) as error:
             if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
                 raise
-            words = f"does not get through its first step: {first_line(error)}"
+            words = f"fails in its first step: {first_line(error)}"
         raise SettingError("model", type(self.setting.module).__name__, words)
 
     def plain(self, client: int, count: int, model: Model) -> list[Tensor]:

@@ -43,7 +43,9 @@ class Windowed:
         room, group, count = len(self.within.x), list[Job](), 0
         for job in jobs:
             if len(job.samples) > room:
-                words = f"client {job.client} has {len(job.samples)} samples, and {room} fit; allow more, or deal fewer to a client"
+                words = (
+                    f"client {job.client} has {len(job.samples)} samples, and {room} fit; raise data_memory, or deal fewer to each"
+                )
                 raise SettingError("data_memory", f"{self.whole.allowance} bytes", words)
             if group and count + len(job.samples) > room:
                 yield group

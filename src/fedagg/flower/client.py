@@ -47,7 +47,7 @@ def client_app(
     mods: Sequence[Any] = (),
     quiet: bool = False,
 ) -> ClientApp:
-    """A ClientApp from two functions of yours.
+    """A ClientApp from two of your functions.
 
     Args:
         model: makes the network; the server makes the same one.
@@ -55,13 +55,11 @@ def client_app(
         loss: per-sample loss of (output, target), (B,); by default the task's, e.g. cross-entropy for class labels.
         metric: your own metric, if the server was given one; it must be the same.
         mods: Flower mods around training, such as `LocalDpMod`; not SecAgg+, which is built in and started by the server.
-        quiet: send nothing beside the update that the server does not know: no losses, rates or test results of the node. With
+        quiet: besides the update, send nothing that the server does not know: no losses, rates or test results of the node. With
             `LocalDpMod`, everything that leaves the node is then covered by its noise.
     """
     if any(mod.__module__.startswith("flwr.client.mod.secure_aggregation") for mod in mods if hasattr(mod, "__module__")):
-        raise SettingError(
-            "mods", "SecAgg+ of Flower", "its masks can be guessed; leave it out: `secure = true` is all that is needed"
-        )
+        raise SettingError("mods", "SecAgg+ of Flower", "its masks can be guessed; leave it out, because `secure = true` is enough")
     app = ClientApp()
 
     def task_and_data(message: Message, context: Context) -> tuple[Task, NodeData]:
@@ -70,7 +68,7 @@ def client_app(
 
     @app.query(mods=[redact_errors])
     def hello(message: Message, context: Context) -> Message:
-        """Tell who this node is: its partition, the number of samples, the task, the model's size and the version. Nothing else
+        """Say who this node is: its partition, the number of samples, the task, the model's size and the version. Nothing else
         about the data is sent."""
         module, (task, node) = model(), task_and_data(message, context)
         layout = Layout(module)
@@ -171,7 +169,7 @@ def method_of(order: messages.Order, context: Context) -> algorithms.Algorithm:
 
 
 def without_private_numbers(chunk: Chunk, work: Work) -> Chunk:
-    """The same update, with only those numbers beside it that follow from the work."""
+    """The same update, with only those numbers that follow from the work."""
     silent: dict[str, Any] = {f.name: torch.zeros_like(getattr(chunk, f.name)) for f in fields(Report)}
     rates = planned_rates(work, torch.zeros_like(chunk.delta[0]))
     rates[chunk.jobs[0].epochs :] = 0.0
@@ -199,7 +197,7 @@ def setting_of(
 ) -> Setting:
     """The engine's setting for this node. `head` is the layer whose input is averaged per class, if the work asks for it."""
     if node.data.task != task.name:
-        raise SettingError("data(context)", node.data.task, f"the run's task is {task.name}; say another as `task` in its settings")
+        raise SettingError("data(context)", node.data.task, f"the run's task is {task.name}; set another `task` in its settings")
     device = pick_device(str(context.node_config.get("device", "auto")))
     classes = node.data.classes if head is None else class_count(module, head, node)
     return Setting(module, node.data.x_train, node.data.y_train, classes, local, device, loss or task.loss)
@@ -213,7 +211,7 @@ def class_count(module: nn.Module, head: str, node: NodeData) -> int:
     probe.get_submodule(head).register_forward_hook(lambda _, args, output: seen.append(int(output.shape[-1])))
     probe(node.data.x_train[:1].clone())
     if (highest := int(node.data.y_train.max())) >= seen[0]:
-        raise SettingError("data(context)", f"label {highest}", f"the model's head {head!r} tells {seen[0]} classes apart")
+        raise SettingError("data(context)", f"label {highest}", f"the model's head {head!r} distinguishes {seen[0]} classes")
     return seen[0]
 
 

@@ -37,7 +37,7 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes, uses_nist_
 from fedagg.errors import FedaggError, SettingError
 from fedagg.flower.server import split
 
-GO_ON = "the same command resumes after the last complete round, if the run has `out`"
+RESUMES = "the same command resumes after the last complete round, if the run has `out`"
 LOCAL = "127.0.0.1:8000"  # the default address of superlink.sh
 RETRY = 2.0  # seconds between attempts to reach a SuperLink that is down
 
@@ -189,7 +189,7 @@ class Control:
                 return ended
             why = "its SuperLink went down" if down else f"{ended.status} ({ended.details or 'no reason given'})"
             if attempt == restarts or (ended.status == "stopped" and not down):  # a user stopped it
-                raise FedaggError(f"run {run}: {why}; {GO_ON}")
+                raise FedaggError(f"run {run}: {why}; {RESUMES}")
             tell(f"run {run}: {why}; starting it again\n")
         raise AssertionError("the last attempt returns or raises")
 
@@ -218,7 +218,7 @@ def address(folder: Path) -> str:
         return str(tomllib.loads(path.read_text(encoding="utf-8"))["superlink"]["deployment"]["address"])
     except (OSError, ValueError, KeyError, TypeError):
         raise FedaggError(
-            f"{path}: has no address in [superlink.deployment]; remove it, and the SuperLink is sought at {LOCAL}"
+            f"{path}: has no address in [superlink.deployment]; remove it to look for the SuperLink at {LOCAL}"
         ) from None
 
 

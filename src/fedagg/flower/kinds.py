@@ -32,5 +32,5 @@ def redact_errors(message: Message, context: Context, call_next: Callable[[Messa
     try:
         return call_next(message, context)
     except Exception as error:
-        log(ERROR, "the server is told %r and no more of this:", kind(error), exc_info=error)
+        log(ERROR, "the server is told only %r:", kind(error), exc_info=error)
         return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, kind(error)), reply_to=message)

@@ -1,4 +1,4 @@
-"""The account of what a federation has revealed about its nodes: one line for every noisy sum, written before the sum is used.
+"""An account of what a federation has revealed about its nodes: one line for every noisy sum, written before the sum is used.
 
 Runs on the same nodes add up, provided they share one ledger.
 """
@@ -37,17 +37,17 @@ class Ledger:
             try:
                 self.lines = self.path.read_text(encoding="utf-8").splitlines()
             except (OSError, ValueError):
-                raise FedaggError(f"ledger = {str(self.path)!r}: cannot be read, and with it what was told of the nodes") from None
+                raise FedaggError(f"ledger = {str(self.path)!r}: cannot be read, so the privacy already spent is unknown") from None
         try:
             found = [float(json.loads(line)["noise_multiplier"]) for line in self.lines]
             if not all(0 < noise < math.inf for noise in found):
                 raise ValueError
         except (ValueError, TypeError, KeyError, RecursionError):
-            raise FedaggError(f"ledger = {str(self.path)!r}: is damaged, and with it what was told of the nodes") from None
+            raise FedaggError(f"ledger = {str(self.path)!r}: is damaged, so the privacy already spent is unknown") from None
         return found
 
     def book(self, run: int, t: int) -> None:
-        """Book a noisy sum that is about to be used. It is written to disk first: a server that stops now and repeats the round
+        """Record a noisy sum that is about to be used. It is written to disk first: a server that stops now and repeats the round
         reveals another sum. Raises BudgetSpent if it would reveal too much."""
         if self.exhausted():
             raise BudgetSpent

@@ -55,7 +55,7 @@ def with_names(function: Callable[..., Any], **others: Any) -> FunctionType:
     apps in the process may use, is not changed."""
     assert isinstance(function, FunctionType)
     if not set(others) <= set(names(function.__code__)):
-        fix = f"Flower {package_version} masks in a way that fedagg does not know; install flwr 1.41"
+        fix = f"fedagg does not know how Flower {package_version} makes its masks; install flwr 1.41"
         raise SettingError("secure", True, fix)
     copy = FunctionType(function.__code__, {**function.__globals__, **others}, function.__name__, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__

@@ -95,14 +95,14 @@ class Members:
         if version != fedagg.__version__:
             why = f"it runs fedagg {version}, the server {fedagg.__version__}; install the same on both"
         elif not isinstance(client, int) or not isinstance(size, int) or client < 0 or size < 1:
-            why = "it did not say which partition it holds and how many samples"
+            why = "it did not say which partition and how many samples it holds"
         elif size > MOST_SAMPLES:
             why = f"it claims {size} samples, more than a node can hold"
         elif (facts.get("weights"), facts.get("buffers")) != (self.layout.d, self.layout.b):
             why = f"its model has {facts.get('weights')} weights, the server's {self.layout.d}"
         elif task != self.task:
             what = task if task in TASKS else "another task"
-            why = f"its targets are those of {what}, the run's of {self.task}; say what they are as `task` in the settings"
+            why = f"its targets are those of {what}, but the run's task is {self.task}; set `task` in the settings"
         elif client in self.nodes:
             why = f"partition-id {client} is taken by node {self.nodes[client]}; give every SuperNode its own"
         else:
@@ -139,9 +139,9 @@ class Members:
             if len(self.nodes) >= least:
                 return
             if time.monotonic() >= end:
-                raise NoNodes(f"{len(self.nodes)} nodes are there after {seconds:g} seconds, {least} are needed")
+                raise NoNodes(f"{len(self.nodes)} nodes are online after {seconds:g} seconds, but {least} are needed")
             if not warned:
-                log(WARNING, "%s nodes are there, %s are needed: waiting up to %g seconds", len(self.nodes), least, seconds)
+                log(WARNING, "%s nodes are online, %s are needed: waiting up to %g seconds", len(self.nodes), least, seconds)
                 warned = True
             time.sleep(0.5)
 

@@ -251,17 +251,17 @@ def read_report(metrics: Any, job: Job, work: Work, local: ClientOptions) -> dic
     found["rates"] = [number(rate) for rate in rates]
     due = job.epochs * local.steps(len(job.samples))
     if found["steps"] != due:
-        raise BadAnswer(f"made {found['steps']:g} steps, its {len(job.samples)} samples take {due}")
+        raise BadAnswer(f"made {found['steps']:g} steps, but its {len(job.samples)} samples take {due}")
     found["steps"] = due
     if not abs(found["loss"]) < ABSURD:
         return found | {"loss": math.nan}
     if not (abs(found["first"]) < ABSURD and abs(found["behind"]) < ABSURD):
-        raise BadAnswer("sent a first loss that cannot be")
+        raise BadAnswer("sent an impossible first loss")
     if not 0 <= found["norm"] < ABSURD:
-        raise BadAnswer("sent a norm that cannot be")
+        raise BadAnswer("sent an impossible norm")
     made, rest = found["rates"][: job.epochs], found["rates"][job.epochs :]
     if any(rest) or not possible(torch.tensor(made, dtype=torch.float64), work, job.position):
-        raise BadAnswer("sent rates that cannot be")
+        raise BadAnswer("sent impossible rates")
     return found
 
 
@@ -285,7 +285,7 @@ def class_table(classes: object, counts: object, head: nn.Module) -> tuple[Tenso
         raise BadAnswer("sent vectors of the wrong shape")
     held = from_bytes(counts, (1, rows))
     if not bool((torch.isfinite(held) & (held >= 0)).all()):
-        raise BadAnswer("sent counts that cannot be")
+        raise BadAnswer("sent impossible counts")
     return from_bytes(classes, (1, rows, features)), held
 
 
@@ -305,7 +305,7 @@ def number(value: object) -> float:
 
 
 def numbers(value: object) -> list[float]:
-    """A list of numbers, or the JSON text of one, because lists cannot be sent beside masked vectors."""
+    """A list of numbers, or the JSON text of one, because lists cannot be sent together with masked vectors."""
     if isinstance(value, str):
         try:
             value = json.loads(value, parse_int=float)

@@ -19,13 +19,13 @@ FIGURES = (
     ("train_loss", "train_loss", "mean loss of the clients' own training"),
     ("participants", "nodes_asked", "nodes asked to train"),
     ("seconds", "round_seconds", "duration of the round"),
-    ("epsilon", "epsilon", "privacy spent, for a node that is silent instead"),
-    ("epsilon_replaced", "epsilon_replaced", "privacy spent, for a node that has other data instead"),
+    ("epsilon", "epsilon", "privacy spent, compared with a node that sends nothing"),
+    ("epsilon_replaced", "epsilon_replaced", "privacy spent, compared with a node that has other data"),
 )
 TOTALS = (
     ("bytes_down", "bytes_down_total", "bytes of numbers sent to nodes for training, all rounds"),
     ("bytes_up", "bytes_up_total", "bytes of numbers that nodes sent back, all rounds"),
-    ("bytes_tests", "bytes_tests_total", "bytes of numbers sent for tests and back, beside those of training, all rounds"),
+    ("bytes_tests", "bytes_tests_total", "bytes of numbers sent for tests and back, besides those of training, all rounds"),
     ("seconds", "seconds_total", "time spent in rounds, all rounds"),
 )
 
@@ -42,7 +42,7 @@ def exposition(
         lines.extend((f"# HELP fedagg_{name} {escaped(what)}", f"# TYPE fedagg_{name} {kind}"))
         lines.extend(f"fedagg_{name}{label} {float(value)!r}" for label, value in values)
 
-    tell("rounds_planned", "rounds that the run is to do", "gauge", ("", rounds))
+    tell("rounds_planned", "rounds of the run", "gauge", ("", rounds))
     judged = [(metric.key, plain(metric.key), f"{metric.label} on all nodes' test samples together") for metric in metrics]
     for key, name, what in (*FIGURES, *judged):
         value = next((row[key] for row in reversed(history) if key in row), None) if key in tested else last.get(key)
@@ -54,7 +54,7 @@ def exposition(
     for metric in metrics if about.get("tests") else ():
         test = about["tests"][-1]
         each = [(f'{{client="{c}"}}', v) for c, v in zip(test["clients"], test[metric.key], strict=True) if v is not None]
-        what = f"{metric.label} on the node's own test samples, of the last model it has tested"
+        what = f"{metric.label} on the node's own test samples, for the last model it has tested"
         tell(f"node_{plain(metric.key)}", what, "gauge", *each)
     causes = Counter(kind(cause) for cause in about.get("left_out", {}).values())
     tell(

@@ -66,7 +66,9 @@ def message_task(message: Mapping[str, Any], own: OwnMetric | None) -> Task:
         return task
     known = {metric.key: metric for metric in task.judged_by(own).metrics}
     if missing := [key for key in message["metrics"] if key not in known]:
-        raise SettingError("metric", missing[0], "is not known on this node; give it to client_app(metric=...), as to the server")
+        raise SettingError(
+            "metric", missing[0], "is not known on this node; give it to client_app(metric=...), as you gave it to the server"
+        )
     first, *others = (known[key] for key in message["metrics"])
     return replace(task, metric=first, others=tuple(others))
 
@@ -80,7 +82,7 @@ def read(record: Any, metrics: Sequence[Metric], prefix: str = "") -> Scores | N
     tallies = {metric.key: numbers(record.get(prefix + metric.key)) for metric in metrics}
     known = size % 1 == 0 and 1 <= size <= MOST_SAMPLES and abs(loss) < ABSURD
     if not known or not all(possible(metric, tallies[metric.key], int(size)) for metric in metrics):
-        raise BadAnswer("sent test results that cannot be")
+        raise BadAnswer("sent impossible test results")
     return Scores(int(size), loss, tallies)
 
 

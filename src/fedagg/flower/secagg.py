@@ -115,7 +115,7 @@ class LegacyStrategy:
 
 
 class Workflow(SecAggPlusWorkflow):
-    """Flower's SecAgg+ with our orders in place of its own, and with the nodes' masks."""
+    """Flower's SecAgg+ with our messages in place of its own, and with our masks on the nodes."""
 
     collect_masked_vectors_stage = with_names(SecAggPlusWorkflow.collect_masked_vectors_stage, bytes_to_ndarray=unpack)
     unmask_stage = with_names(SecAggPlusWorkflow.unmask_stage, pseudo_rand_gen=mask)

@@ -76,7 +76,7 @@ def split(given: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
                 raise SettingError(name, value, f"give {KINDS[kind]}")
             own[name] = kind(value)
     if "clients" not in given:
-        raise SettingError("clients", None, "say in [tool.flwr.app.config] how many nodes the federation has")
+        raise SettingError("clients", None, "set it in [tool.flwr.app.config] to the number of nodes")
     hidden = {name.replace("-", "_"): own.pop(name) for name in PRIVACY if name in own}
     if hidden:
         own["privacy"] = Privacy(**{"clipping_norm": 0.0, "noise_multiplier": 0.0} | hidden)
@@ -93,5 +93,5 @@ def split(given: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
     for name in trackers.split_names(own.get("track", "")):
         trackers.TRACKERS.find(name)
         if "out" not in own:
-            raise SettingError("track", own["track"], "give `out`, the run folder, beside which trackers write")
+            raise SettingError("track", own["track"], "give `out`, the run folder, because trackers write there")
     return made, own

@@ -182,18 +182,18 @@ class FedAggStrategy(Strategy):
             raise SettingError("secure", True, "needs a model without buffers; use group instead of batch normalisation")
         if secure and config.per_round > MOST_SECURE:
             raise SettingError(
-                "secure", True, f"takes up to {MOST_SECURE} clients a round, not {config.per_round}; lower participation"
+                "secure", True, f"takes up to {MOST_SECURE} clients per round, not {config.per_round}; lower participation"
             )
         if privacy is not None and (self.layout.b or config.robust != "mean"):
             raise SettingError("privacy", True, "needs a model without buffers, and robust = 'mean'")
         if privacy is not None and quorum != 1:
-            raise SettingError("quorum", quorum, "under privacy no round may depend on who answers; leave it out")
+            raise SettingError("quorum", quorum, "with privacy, no round may depend on who answers; leave it out")
         if not 1 <= quorum <= config.per_round:
             raise SettingError("quorum", quorum, f"choose 1 to {config.per_round}, the clients that a round asks")
         if not 0 < close_at <= 1:
             raise SettingError("close-at", close_at, "choose a share above 0 and up to 1")
         if close_at < 1 and (secure or privacy is not None):
-            raise SettingError("close-at", close_at, "secure aggregation and privacy need all answers there are; leave it out")
+            raise SettingError("close-at", close_at, "secure aggregation and privacy need every answer; leave it out")
         if fewer_epochs and (secure or privacy is not None):
             raise SettingError("fewer-epochs", True, "secure aggregation and privacy treat all nodes alike; leave it out")
         for name in SIMULATED:
@@ -201,7 +201,7 @@ class FedAggStrategy(Strategy):
                 raise SettingError(name, value, "is for simulations: nodes have their own data and faults; leave it out")
         for name in ("stop_at", "patience"):
             if (value := getattr(config, name)) != Config.model_fields[name].default:
-                raise SettingError(name, value, "ends simulated runs; a federation makes all its rounds, leave it out")
+                raise SettingError(name, value, "ends simulated runs, but a federation runs all its rounds; leave it out")
         self.task = scores.run_task(config.task, config.metric, metric)
         self.subject = scores.subject(self.task, config.task)
         self.members = Members(self.layout, self.task.name, self.subject, max(timeout, GREETING))
@@ -233,28 +233,28 @@ class FedAggStrategy(Strategy):
         environment = record.environment(torch.device("cpu"), Remote.note, fedagg.__version__)
         environment |= {} if self.task is CLASSIFICATION else {"metric": self.task.metric.facts()}
         if folder is not None and (folder / "config.toml").exists():
-            self.book = record.Record.resume(folder, config, self.identity, environment)
+            self.record = record.Record.resume(folder, config, self.identity, environment)
         else:
-            self.book = record.Record(folder, config, environment)
-        if self.book.resumed is not None:
-            self.restore(self.book.resumed)
+            self.record = record.Record(folder, config, environment)
+        if self.record.resumed is not None:
+            self.restore(self.record.resumed)
         self.announced = self.done - self.untested  # rounds that callbacks know of
         self.ledger: Ledger | None = None
         if privacy is not None:
             path = folder / LEDGER if folder is not None else None
             self.ledger = Ledger(privacy, Path(privacy.ledger) if privacy.ledger else path)
 
-    # What Flower calls in a strategy, in that order.
+    # What Flower calls in a strategy, in this order.
 
     def run(self, grid: Grid, wait: float = 600.0) -> Result:
         """Play all remaining rounds."""
         grid = Closing(grid, self.close_at, self.pace) if self.close_at < 1 or self.pace is not None else grid
-        with self.book:
+        with self.record:
             try:
                 tell(self.callbacks, "judged", self.task.metric)
                 tell(self.callbacks, "started", self.config, self.announced)
             except BaseException:
-                self.book.withdraw()
+                self.record.withdraw()
                 raise
             self.members.wait(grid, self.config.clients, wait)
             try:
@@ -264,7 +264,7 @@ class FedAggStrategy(Strategy):
             except NoNodes as why:
                 raise FedaggError(f"round {self.done + 1}: {why}; {self.advice()}") from None
             except BudgetSpent:
-                result, cause = Result(), "a callback says so" if self.stopped else "one more would pass epsilon-max"
+                result, cause = Result(), "a callback says so" if self.stopped else "one more round would exceed epsilon-max"
                 log(WARNING, "the run ends after %s of %s rounds: %s", self.done, self.config.rounds, cause)
                 self.test_last(grid)
             self.finish(result.arrays if result.arrays else self.arrays())
@@ -272,14 +272,14 @@ class FedAggStrategy(Strategy):
         return result
 
     def advice(self) -> str:
-        if self.book.folder is None:
+        if self.record.folder is None:
             return "nothing was kept: with `out` the next run could resume from here"
         return "nothing is lost: when they are back, run the same command again, and it resumes with this round"
 
     def summary(self) -> None:
         c = self.config
         log(INFO, "\t├──> %s, %s of %s rounds done", c.method, self.done, c.rounds)
-        log(INFO, "\t├──> %s of %s clients a round, at least %s must answer", c.per_round, c.clients, self.quorum)
+        log(INFO, "\t├──> %s of %s clients per round, at least %s must answer", c.per_round, c.clients, self.quorum)
         log(INFO, "\t└──> %s weights, mean field at %s bits", self.layout.d, c.downlink_bits)
 
     def arrays(self) -> ArrayRecord:
@@ -308,7 +308,7 @@ class FedAggStrategy(Strategy):
             while talk.question is not None:  # a method may ask more than once a round
                 talk.answer(list(self.grid.send_and_receive(talk.question, timeout=self.timeout)))
         turn.skipped = talk is None or not talk.result
-        self.book_tests(turn)
+        self.record_tests(turn)
         if turn.skipped:
             causes = ", ".join(f"client {k}: {v}" for k, v in sorted(turn.clients.left_out.items()))
             log(WARNING, "round %s leaves the model as it was: under %s usable answers (%s)", turn.t + 1, self.quorum, causes)
@@ -362,11 +362,11 @@ class FedAggStrategy(Strategy):
         if turn.remarks:
             about["remarks"] = {str(client): text for client, text in sorted(turn.remarks.items())}
         self.about.append(about)
-        self.book.round(row, about)
-        if self.book.folder is not None:
-            files.write(self.book.folder / FIGURES, exposition(self.book.history, about, self.config.rounds, self.task.metrics))
+        self.record.round(row, about)
+        if self.record.folder is not None:
+            files.write(self.record.folder / FIGURES, exposition(self.record.history, about, self.config.rounds, self.task.metrics))
         self.done, self.seconds = turn.t + 1, self.seconds + row["seconds"]
-        self.book.checkpoint(self.snapshot())
+        self.record.checkpoint(self.snapshot())
         self.turn = None
         if not self.untested:
             self.announce()
@@ -376,24 +376,24 @@ class FedAggStrategy(Strategy):
         """Save the final model and figures, when all rounds are done."""
         self.server.model = messages.read_model(arrays, self.layout)
         self.announce()
-        score, best, loss = outcome.scores(self.book.history, self.task.metric)
+        score, best, loss = outcome.scores(self.record.history, self.task.metric)
         self.result = outcome.Result(
             config=self.config,
-            history=self.book.history,
+            history=self.record.history,
             model=self.layout.unpack(self.server.reported_model, self.module),
             score=score,
             best=best,
             loss=loss,
             seconds=self.seconds,
-            run=self.book.folder,
-            left_out=self.book.unheard(),
+            run=self.record.folder,
+            left_out=self.record.left_out_clients(),
             figures=self.ledger.spent() if self.ledger is not None else {},
             metric=Measure(**self.task.metric.facts()),
             criterion=self.task.loss,
             task=self.task,
         )
-        self.book.model(self.result.model)
-        self.book.result(self.result.summary())
+        self.record.model(self.result.model)
+        self.record.result(self.result.summary())
 
     # Test results.
 
@@ -401,15 +401,15 @@ class FedAggStrategy(Strategy):
     def untested(self) -> bool:
         """Is the last round's model not tested yet? The next round's participants test it when they are sent it to train."""
         due = self.done > 0 and self.server.evaluates_after(self.done - 1)
-        return due and not self.test_apart and self.task.metric.key not in self.book.history[-1]
+        return due and not self.test_apart and self.task.metric.key not in self.record.history[-1]
 
-    def book_tests(self, turn: Turn) -> None:
-        """Book the participants' test results for the model they began with on the round that made it."""
+    def record_tests(self, turn: Turn) -> None:
+        """Record the participants' test results for the model they began with, in the line of the round that made it."""
         turn.before = self.addable_scores(turn.before)
         if turn.before:
-            row = self.book.history[-1]
+            row = self.record.history[-1]
             known = row.get("bytes_tests", 0) + wire.tested_along(len(turn.testers), numbers(turn.before))
-            self.book.amend(scores.pool(turn.before, self.task) | {"bytes_tests": known})
+            self.record.amend(scores.pool(turn.before, self.task) | {"bytes_tests": known})
             figures = ", ".join(f"{metric.label} {row[metric.key]:.4f}" for metric in self.task.metrics)
             log(INFO, "after round %s: %s, loss %.4f", row["round"], figures, row["loss"])
 
@@ -458,13 +458,13 @@ class FedAggStrategy(Strategy):
             questions = self.questions(ConfigRecord())
             found = self.scores(questions, grid.send_and_receive(questions, timeout=self.timeout))
             sent = wire.tested(self.server.model, len(questions), numbers(found))
-            self.book.amend(scores.pool(found, self.task) | {"bytes_tests": sent})
+            self.record.amend(scores.pool(found, self.task) | {"bytes_tests": sent})
 
     def announce(self) -> None:
         """Tell callbacks about the rounds that they do not know yet."""
-        for row in self.book.history[self.announced :]:
+        for row in self.record.history[self.announced :]:
             self.stopped |= tell(self.callbacks, "round_done", row) is not None
-        self.announced = len(self.book.history)
+        self.announced = len(self.record.history)
 
     # The parts of a round.
 
@@ -485,7 +485,7 @@ class FedAggStrategy(Strategy):
         kind: Callable[..., Clients] = Clients
         private: dict[str, Any] = {}
         if self.ledger is not None:
-            private = {"privacy": self.privacy, "release": partial(self.ledger.book, self.token, t)}
+            private = {"privacy": self.privacy, "release": partial(self.ledger.record, self.token, t)}
         if self.secure:
             # It needs the older half of Flower, which nothing else should import.
             from fedagg.flower.secagg import SecureClients, SecurePrivateClients

@@ -181,6 +181,6 @@ def partition(c: Config) -> dict[str, Any] | None:
         "name": name,
         "table": shown.T.tolist(),
         "text": f"Heat map of samples by label and client for {name}: from {counts.min()} to {counts.max()} "
-        f"samples a cell, {apart.sizes.min()} to {apart.sizes.max()} a client. "
-        f"Mean distance from everybody's mix: {figures}.",
+        f"samples per cell, {apart.sizes.min()} to {apart.sizes.max()} per client. "
+        f"Mean distance from the overall mix: {figures}.",
     }

@@ -174,7 +174,7 @@ def gather(paths: Sequence[Path]) -> Content:
     """The content from run folders, folders of runs, or one results folder."""
     for path in paths:
         if not Store(path).files() and not runs.find(path):
-            raise SettingError("what", str(path), "holds no run and no results; give a run folder or a results folder")
+            raise SettingError("what", str(path), "contains no runs and no results; give a run folder or a results folder")
     found = look(paths, Reader())
     if not found.trials:
         raise runs.no_round(paths)
@@ -189,7 +189,7 @@ def look(paths: Sequence[Path], reader: Reader) -> Content:
     for path in paths:
         if (found := reader.store(path)).files():
             if store is not None:
-                raise SettingError("what", str(path), "one results folder a report; give the others a report of their own")
+                raise SettingError("what", str(path), "a report takes one results folder; make a separate report for each")
             store = found
             trials += [from_cell(cell) for cell in store.all()]
         else:
@@ -213,7 +213,7 @@ def left_out(trials: Sequence[Entry], groups: Sequence[Group]) -> list[str]:
     empty = [trial.name for trial in trials if not trial.rounds]
     again = [trial.name for group in groups for series in group.series.values() for trial in series.repeats]
     notes = {
-        "Not shown, for want of a finished round": empty,
+        "Not shown, because they have no finished round": empty,
         "Left out of means and curves, as repeats of runs with the same settings and seed": again,
     }
     return [f"{why}: {', '.join(names)}." for why, names in notes.items() if names]

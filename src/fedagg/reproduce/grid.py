@@ -122,7 +122,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Spec:
-    """The specification of that name, or the one in a TOML file of yours."""
+    """The specification of that name, or the one in the user's TOML file."""
     path = Path(name) if name.endswith(".toml") else (FOLDER.parent if name in OURS else FOLDER) / f"{name}.toml"
     if not name.endswith(".toml") and name not in (*names(), *OURS):
         raise unknown("experiment", name, [*names(), "all", *OURS])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedagg import files
-from fedagg.config import NO_BEARING, Config, options_of
+from fedagg.config import NO_EFFECT, Config, options_of
 from fedagg.errors import FedaggError, first_line
 from fedagg.measure import ACCURACY, Measure, read_measure
 from fedagg.result import Result
@@ -46,7 +46,7 @@ class Measured:
 
 def settings(config: Config) -> dict[str, Any]:
     """The settings that a result depends on."""
-    return {k: v for k, v in config.flat().items() if k not in NO_BEARING}
+    return {k: v for k, v in config.flat().items() if k not in NO_EFFECT}
 
 
 def key(config: Config) -> str:

@@ -173,7 +173,7 @@ def cores() -> int:
 
 
 def processes(jobs: int | str, total: int) -> int:
-    """How many runs go side by side: a number, or `auto` for one per core. More than a few on one GPU would block each other."""
+    """How many runs train side by side: a number, or `auto` for one per core. More than a few on one GPU would block each other."""
     if jobs == "auto":
         return max(1, min(total, cores(), GPU_JOBS if torch.cuda.is_available() else cores()))
     if not str(jobs).isdecimal() or int(jobs) < 1:

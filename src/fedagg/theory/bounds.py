@@ -58,7 +58,7 @@ class Constants:
     """The constants of the paper's assumptions. An unknown one is None, and the bounds that need it say so.
 
     Attributes:
-        L: local steps per round. The paper's epochs are one full-gradient step each; with S mini-batch steps an epoch,
+        L: local steps per round. The paper's epochs are one full-gradient step each; with S mini-batch steps per epoch,
             a client moves S times as often, so give S times the epochs.
         N: participating clients.
         delta_l: the smallest rate used (it can be negative: Theorem 1 does not rule that out).

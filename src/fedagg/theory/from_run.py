@@ -153,14 +153,14 @@ def repeat_config(config: Config, rounds: int, data_dir: str | None) -> Config:
 
 def check_affordable(config: Config, objective: Objective) -> None:
     if config.augment != "none":
-        raise SettingError("augment", config.augment, "changes the loss in every epoch; the bounds are about a run without it")
+        raise SettingError("augment", config.augment, "changes the loss in every epoch; the bounds hold only for a run without it")
     if objective.layout.b:
-        fix = "has batch normalisation: its loss is no function of its weights; run it with --norm group or none"
+        fix = "has batch normalisation: its loss is not a function of its weights; use --norm group or none"
         raise SettingError("model", config.model, fix)
     each = len(objective.dealt) * objective.layout.d
     if each * config.rounds > LIMIT:
         most = int(LIMIT / each)
-        fix = f"look at the first {most} with --rounds {most}" if most else "take a smaller model or less data"
+        fix = f"take only the first {most}, with --rounds {most}" if most else "use a smaller model or less data"
         size = f"{len(objective.dealt)} samples and {objective.layout.d} parameters"
         raise SettingError("rounds", config.rounds, f"full gradients of {size} would take too long; {fix}")
 
@@ -171,8 +171,8 @@ def compare(recorded: Sequence[dict[str, Any]], again: Sequence[dict[str, Any]])
     for before, now in zip(recorded, again, strict=False):
         one, other = before.get("train_loss"), now.get("train_loss")
         if one is not None and other is not None and abs(one - other) > 1e-3 * abs(one):
-            words = f"made again, the run has a training loss of {other:.6g} in round {now['round']} and not {one:.6g}"
-            warnings.warn(f"{words}: what follows is about the run as it comes out here", FedaggWarning, stacklevel=3)
+            words = f"when repeated, the run has a training loss of {other:.6g} in round {now['round']} and not {one:.6g}"
+            warnings.warn(f"{words}: what follows is about the repeated run", FedaggWarning, stacklevel=3)
             return
 
 
@@ -190,7 +190,7 @@ class Reading:
 
     def find_minimum(self) -> None:
         """Find F* and w*: exactly for the linear model; otherwise F* is set to 0, since the proofs need only a lower bound."""
-        self.best, self.about_best = 0.0, "no cross-entropy is lower, and the proofs need no more than that"
+        self.best, self.about_best = 0.0, "no cross-entropy is lower, and the proofs need only a lower bound"
         self.distances: list[float] = []
         self.target: Tensor | None = None
         self.no_target = "w* is not known: only the linear model can be solved"
@@ -234,7 +234,7 @@ class Reading:
         if any(one.row["left_out"] or one.row["stragglers"] for one in self.rounds):
             return "needs every client to do all its work, and some did not"
         if not all(self.averages(t) for t in range(rounds)):
-            return "needs a server that averages, and this one does more"
+            return "needs a server that only averages, and this one does more"
         return ""
 
     def averages(self, t: int) -> bool:
@@ -248,13 +248,13 @@ class Reading:
         if reason := update_obstacle(one):
             return reason
         if work.mix is None or not bool(work.mix.any()):
-            return "" if work.own == 1.0 else "needs steps along gradients, and here they are scaled"
+            return "" if work.own == 1.0 else "needs steps along gradients, and here gradients are scaled"
         if self.config.weight_decay:
-            return "needs weight decay in every direction, and it acts on a client's own only: set --weight-decay 0"
+            return "needs weight decay in every direction, and here it acts only on a client's own gradient: set --weight-decay 0"
         straight = torch.allclose(work.mix.double().cpu(), (1.0 - work.own) * torch.eye(len(work.mix)).double())
         if not (straight and one.follows(work.field)):
             return "needs steps along gradients of the round, and clients mix in those of earlier rounds"
-        return "" if work.own == self.rounds[0].work.work.own else "needs one mix of directions, and here it changes"
+        return "" if work.own == self.rounds[0].work.work.own else "needs a constant mix of directions, and here it changes"
 
     def field_obstacle(self) -> str:
         """Why clients do not mix in the mean step of the last round; empty if they do, in every round but the first."""
@@ -265,11 +265,11 @@ class Reading:
             if t == 0 and (work.own != 1.0 or work.mix is not None):
                 return "needs a first round along the clients' own gradients"
             if t > 0 and (work.mix is None or work.field is None or len(work.field) != 1):
-                return "is about clients that mix in the mean step of the last round, as FedAgg's default has them"
+                return "is about clients that mix in the mean step of the last round, as in FedAgg's default"
             if t > 0 and work.field is not None:
                 last, given = self.rounds[t - 1].work.step, work.field[0].double().cpu()
                 if float((given - last).norm()) > 1e-3 * float(last.norm()):
-                    return "needs the mean step of the last round for a field, and here it is rounded, or another one"
+                    return "needs the mean step of the last round as the field, and here the field is rounded or different"
         return "" if not self.config.weight_decay else "needs weight decay in every direction: set --weight-decay 0"
 
     # --- Constants ---
@@ -277,7 +277,7 @@ class Reading:
     def find_constants(self) -> tuple[Constants, dict[str, str]]:
         works = [one.work for one in self.rounds if one.work.clients]
         if not works:
-            raise SettingError("run", self.config.algorithm, "had not one client that trained")
+            raise SettingError("run", self.config.algorithm, "had no client that trained")
         probes = [one.probe for one in self.rounds if one.probe is not None and one.probe.clients]
         probed = works[0].work.mix is not None and not self.obstacle
         rates = torch.cat([work.rates.flatten() for work in works])
@@ -308,7 +308,7 @@ class Reading:
             local=works[0].work.own if not self.obstacle else 1.0,
             probed=probed,
         )
-        no_theorem = "only where rates are those of Theorem 1, from a probe"
+        no_theorem = "only if rates are those of Theorem 1, from a probe"
         return found, {
             "L": "steps a client makes in a round",
             "N": "clients in a round",
@@ -322,19 +322,19 @@ class Reading:
             "mu": "the smallest ½|∇F|²/(F - F*) at the models passed" if mu.applies else mu.reason,
             "psi": "the smallest 2(F - F*)/|w - w*|² at the models passed" if psi.applies else psi.reason,
             "imbalance": "from the clients' sizes",
-            "local": "from what clients stepped along" if not self.obstacle else "not asked for here",
+            "local": "from the directions of the clients' steps" if not self.obstacle else "not computed",
             "F*": self.about_best,
         }
 
     def smoothness(self) -> tuple[float, str]:
         everywhere = self.objective.smoothness_bound()
         if everywhere is not None:
-            return everywhere, "½ λ_max(XᵀX/D) of the worst client, and weight decay: true everywhere"
+            return everywhere, "½ λ_max(XᵀX/D) of the worst client, plus weight decay: holds everywhere"
         works = [one.work for one in self.rounds if one.work.clients]
         secant = max(works, key=lambda work: work.secant)
         client = secant.sharpest if secant.sharpest >= 0 else works[0].clients[0]
         at = [self.objective.client_smoothness(w, client) for w in (self.models[0], self.models[-1])]
-        words = f"secants on the clients' ways, and power iteration at both ends for client {client}: below the true one"
+        words = f"secants along the clients' paths, and power iteration at both ends for client {client}: below the true one"
         return max(secant.secant, *at), words
 
     def growth(self) -> Bound:
@@ -383,7 +383,7 @@ class Reading:
         c = self.config
         reason = optimiser_obstacle(c) or next((reason for one in self.rounds if (reason := update_obstacle(one))), "")
         if c.weight_decay and c.batch_size < max(len(part) for part in self.objective.samples):
-            reason = "needs full gradients where there is weight decay: within an epoch nobody looks where clients are"
+            reason = "needs full gradients if there is weight decay: within an epoch the clients' positions are not recorded"
         claim = Bound.none(reason) if reason else bounds.client_drift(self.constants)
         measured = [one.work.drift for one in self.rounds]
         return Statement("drift", "Proposition 4", "largest |w_i - w̄|", measured, [claim] * len(measured), [], self.blur)
@@ -445,7 +445,7 @@ def update_obstacle(one: Round) -> str:
     work = one.work.work
     if work.prox or work.memory:
         return "needs steps along gradients, and here a proximal term or a memory is added (for fedagg, set --memory off)"
-    return "needs all weights to move, and here some stand still" if work.mask is not None else ""
+    return "needs all weights to move, and here some are frozen" if work.mask is not None else ""
 
 
 def optimiser_obstacle(config: Config) -> str:

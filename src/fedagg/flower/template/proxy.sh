@@ -1,5 +1,5 @@
 #!/bin/sh
-# Open the door to nodes: nginx in front of the SuperLink, passing on what nodes need and nothing else.
+# Let nodes in: nginx in front of the SuperLink, which passes on only what nodes need.
 #   ./proxy.sh [address] [port] [the SuperLink's port]
 set -eu
 cd "$(dirname "$0")"

@@ -1,9 +1,9 @@
 #!/bin/sh
-# Start the server's side: a SuperLink that speaks TLS and knows its nodes by their keys. It listens on this machine only, for whoever
-# reaches it can register keys and start runs; ./proxy.sh opens a door for nodes. What it knows is in state/superlink.db, and
-# outlives a restart.
+# Start the server's side: a SuperLink that speaks TLS and knows its nodes by their keys. It listens on this machine only, because anyone who
+# reaches it can register keys and start runs; ./proxy.sh lets nodes in. What it knows is in state/superlink.db, and
+# survives a restart.
 #   ./superlink.sh [port]
-# For a test on one machine, without encryption and open to everybody who can reach the port:
+# For a test on one machine, without encryption and open to anyone who can reach the port:
 #   INSECURE_ANYONE_CAN_JOIN_AND_READ=yes ./superlink.sh
 set -eu
 cd "$(dirname "$0")"
