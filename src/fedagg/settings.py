@@ -58,9 +58,7 @@ class Settings(BaseModel):
         1.0, gt=0, le=1, description="factor on the base rate in every round (not for FedAgg, which measures its rates)"
     )
     lr_schedule: Schedule = Field("constant", description="how the base rate changes over the rounds (not for FedAgg)")
-    warmup: int = Field(
-        0, ge=0, description="number of rounds at the start in which the base rate grows to its full value (not for FedAgg)"
-    )
+    warmup: int = Field(0, ge=0, description="rounds at the start in which the base rate grows to its full value (not for FedAgg)")
     seed: int = Field(0, ge=0, description="seed of everything: partition, initial weights, participants, batches")
     validation: float = Field(
         0.0, ge=0, lt=1, description="share of the training data held back, to evaluate on instead of the test set"

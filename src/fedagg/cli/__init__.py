@@ -42,7 +42,7 @@ COMMANDS = {
         "Show how a data set is split: label counts, client sizes and three distances, also over σ.",
     ),
     "bench": ("bench:bench", "Time FedAvg's rounds: plain PyTorch loops, our engines, and your own loops."),
-    "data": ("datasets:app", "Data sets: fetch, verify, where they are."),
+    "data": ("datasets:app", "Download and verify data sets, or show where they are."),
     "flower": ("flower:app", "A real federation on Flower: a project to start from, keys, nodes, runs."),
 }
 

@@ -18,19 +18,19 @@ from fedagg.config import choices
 from fedagg.errors import SettingError, unknown
 from fedagg.federation import pick_device
 
-RIVAL_HELP = f"who takes part, of {', '.join(RIVALS)}, or a Python file with run(task, tick)"
+RIVAL_HELP = f"loops to time, separated by commas: {', '.join(RIVALS)}, or a Python file with run(task, tick)"
 
 
 def bench(
     *,
-    model: Annotated[str, typer.Option(help=f"the network, of {', '.join(models.names())}")] = "linear",
+    model: Annotated[str, typer.Option(help=f"the network: {', '.join(models.names())}")] = "linear",
     clients: Annotated[int, typer.Option(min=1, help="clients in the federation")] = 100,
     participation: Annotated[float, typer.Option(help="share of the clients that takes part in a round")] = 0.2,
     rounds: Annotated[int, typer.Option(min=1, help="timed rounds of every rival in each of its turns")] = 5,
     samples: Annotated[int, typer.Option(min=1, help="samples of every client")] = 600,
     passes: Annotated[int, typer.Option(min=1, help="number of turns of every rival")] = 2,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:0, ...")] = "auto",
-    precision: Annotated[str, typer.Option(help="our arithmetic on a GPU, of tf32, fp32, bf16")] = "tf32",
+    precision: Annotated[str, typer.Option(help="our arithmetic on a GPU: tf32, fp32 or bf16")] = "tf32",
     rivals: Annotated[str, typer.Option(help=RIVAL_HELP)] = ",".join(RIVALS),
     beside: Annotated[
         int, typer.Option("--neighbours", help="instead of rivals, time our engine alone and in this many processes side by side")

@@ -49,7 +49,7 @@ def compare(
     """Run several methods side by side: one table, one plot, and a run folder each.
 
     With several seeds: mean and deviation, a band in the plot, and the differences from the first method, seed by seed, with a 95 %
-    interval. If stopped, the same command resumes: finished runs in its folder are not run again.
+    interval. To resume, run the same command again: finished runs in its folder are not run again.
     """
     preset = settings.pop("preset", None)
     names = algorithms.split(",")

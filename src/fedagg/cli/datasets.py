@@ -10,7 +10,7 @@ import typer
 from fedagg import data
 from fedagg.cli.show import err, out
 
-app = typer.Typer(help="Data sets: fetch, verify, where they are.", no_args_is_help=True)
+app = typer.Typer(help="Download and verify data sets, or show where they are.", no_args_is_help=True)
 Dir = Annotated[Path | None, typer.Option("--data-dir", help="where data sets are (default FEDAGG_DATA, else the user's cache)")]
 
 

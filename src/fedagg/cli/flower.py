@@ -26,7 +26,7 @@ Run = Annotated[int | None, typer.Argument(metavar="[RUN]", help="its number; th
 
 @app.command()
 def new(folder: Folder) -> None:
-    """Write a project that runs at once with `flwr run`; replace its model() and data() with your own."""
+    """Write a project that runs immediately with `flwr run`; replace its model() and data() with your own."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SettingError("DIR", str(folder), "already exists and is not empty; choose a new folder")
     files.folder(folder, "DIR")

@@ -64,7 +64,7 @@ def method_option(name: str, having: dict[str, Option]) -> inspect.Parameter:
 
 
 def preset() -> inspect.Parameter:
-    text = f"one of the paper's settings: {', '.join(PRESETS)}"
+    text = f"settings to start from: {', '.join(PRESETS)}"
     return parameter("preset", Annotated[str | None, typer.Option("--preset", help=text, show_default=False)])
 
 

@@ -40,9 +40,11 @@ def partition(
     name: Annotated[str | None, typer.Option("--partition", help="iid, shards, dirichlet (default), dirichlet-class")] = None,
     sigma: Annotated[float | None, typer.Option(help="concentration (default 0.6)", show_default=False)] = None,
     shards: Annotated[int | None, typer.Option(help="shards per client (default 2)", show_default=False)] = None,
-    clients: Annotated[int | None, typer.Option(help="clients (default 100)", show_default=False)] = None,
+    clients: Annotated[int | None, typer.Option(help="number of clients (default 100)", show_default=False)] = None,
     seed: Annotated[int | None, typer.Option(help="seed of the split (default 0)", show_default=False)] = None,
-    model: Annotated[str | None, typer.Option(help="whose gradients to compare (default linear)", show_default=False)] = None,
+    model: Annotated[
+        str | None, typer.Option(help="the model whose gradients are compared (default linear)", show_default=False)
+    ] = None,
     run: Annotated[Path | None, typer.Option(help=RUN, show_default=False)] = None,
     folder: Annotated[Path, typer.Option("--out", help="where the files go")] = Path("partition"),
     plugin: Plugin = None,

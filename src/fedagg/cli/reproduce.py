@@ -50,7 +50,7 @@ def reproduce(
     rounds_scale: Annotated[float, typer.Option(help="share of the paper's rounds to run, for a quick trial")] = 1.0,
     results: Annotated[Path, typer.Option(help=RESULTS)] = Path("results"),
     show: Annotated[bool, typer.Option("--show", "--no-run", help=SHOW)] = False,
-    form: Annotated[str, typer.Option("--format", help=f"for tables: {', '.join(formats.FORMATS)}")] = "text",
+    form: Annotated[str, typer.Option("--format", help=f"format of tables: {', '.join(formats.FORMATS)}")] = "text",
     jobs: Jobs = "1",
     time_limit: Annotated[float | None, typer.Option(help=LIMIT, min=0)] = None,
     plugin: Plugin = None,

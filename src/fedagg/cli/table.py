@@ -22,7 +22,7 @@ def table(
 ) -> None:
     """Show the results of runs: means over seeds, differences from the first method, and costs.
 
-    Runs are grouped by task and method, as in a report.
+    Runs are grouped by data, model, split, clients and method, as in a report.
     """
     sheets.check_format(form)
     scores.check_target(target)

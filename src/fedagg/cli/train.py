@@ -22,7 +22,7 @@ from fedagg.errors import SettingError
 from fedagg.formats import check_run
 from fedagg.result import Result
 
-TRACK = f"follow the run live, one or several of {', '.join(trackers.TRACKERS)}"
+TRACK = f"follow the run live, with one or several of {', '.join(trackers.TRACKERS)}"
 
 
 def run(

@@ -53,7 +53,7 @@ def tune(
 ) -> int:
     """Try a grid of settings on held-back training data, and name the best.
 
-    The test set is not used. --validation is the share that is held back, 0.1 by default. If stopped, the same command resumes:
+    The test set is not used. --validation is the share that is held back, 0.1 by default. To resume, run the same command again:
     finished runs in its folder are not run again.
     """
     how = {"random": random, "halving": halving, "trials": trials}
@@ -93,13 +93,13 @@ def sweep(
     seeds: Annotated[str, typer.Option(help="seeds to run every point with")] = "0",
     jobs: Jobs = "1",
     out_dir: Annotated[Path | None, typer.Option("--out", help=OUT_SWEEP)] = None,
-    form: Annotated[str, typer.Option("--format", help=f"of the table: {', '.join(sheets.FORMATS)}")] = "text",
+    form: Annotated[str, typer.Option("--format", help=f"format of the table: {', '.join(sheets.FORMATS)}")] = "text",
     as_json: Json = False,
     **settings: Any,
 ) -> int:
     """Run a method over a grid of any settings, including the task's, and show how the result changes.
 
-    Nothing is chosen: runs are scored on the test set, unless --validation is given. If stopped, the same command resumes.
+    Nothing is chosen: runs are scored on the test set, unless --validation is given. To resume, run the same command again.
     """
     sheets.check_format(form)
     plan = make_plan(algorithm, config, grid, seeds, settings, choosing=False)

@@ -46,7 +46,7 @@ class Ledger:
             raise FedaggError(f"ledger = {str(self.path)!r}: is damaged, so the privacy already spent is unknown") from None
         return found
 
-    def book(self, run: int, t: int) -> None:
+    def record(self, run: int, t: int) -> None:
         """Record a noisy sum that is about to be used. It is written to disk first: a server that stops now and repeats the round
         reveals another sum. Raises BudgetSpent if it would reveal too much."""
         if self.exhausted():
