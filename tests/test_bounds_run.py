@@ -156,10 +156,10 @@ def test_the_linear_model_as_a_matrix_and_back() -> None:
         ({"algorithm": "fedavg", "participation": 0.5}, "set --participation 1", True),
         ({"algorithm": "fedavg", "momentum": 0.5}, "plain gradient steps", False),
         ({"algorithm": "fedavg", "straggler_rate": 0.5}, "all its work", True),
-        ({"algorithm": "fedadam"}, "a server that averages", True),
+        ({"algorithm": "fedadam"}, "a server that only averages", True),
         ({"algorithm": "fedprox", "mu": 1.0}, "proximal term", False),
-        ({"algorithm": "fedagg"}, "a server that averages", False),  # its clients remember
-        ({"algorithm": "fedagg", "memory": "off"}, "a server that averages", True),
+        ({"algorithm": "fedagg"}, "a server that only averages", False),  # its clients remember
+        ({"algorithm": "fedagg", "memory": "off"}, "a server that only averages", True),
         ({"algorithm": "fedagg", "pace": "base"}, "those of earlier rounds", True),
         ({"variant": "paper", "direction": "aggregated", "weight_decay": 0.1}, "set --weight-decay 0", True),
         ({"algorithm": "fedavg", "batch_size": 8, "weight_decay": 0.1}, "set --batch-size 30", False),

@@ -367,7 +367,7 @@ def test_a_run_that_names_no_task_learns_class_labels(task, words, caplog):
     strategy = FedAggStrategy(model(task), settings())
     strategy.members.refresh(HereGrid(client_app(lambda: model(task), nodes(task)), NODES))
     assert not strategy.members.nodes
-    assert all(words in why and "classification; say what" in why for why in strategy.members.refused.values())
+    assert all(words in why and "classification; set `task`" in why for why in strategy.members.refused.values())
     assert len(strategy.members.refused) == NODES
 
 
@@ -395,7 +395,7 @@ def test_a_model_that_does_not_fit_the_targets_does_not_join():
 
 
 def test_methods_that_look_at_labels_are_refused():
-    with pytest.raises(SettingError, match="algorithm = 'fedgh': looks at class labels"):
+    with pytest.raises(SettingError, match="algorithm = 'fedgh': uses class labels"):
         FedAggStrategy(model("regression"), settings(task="regression", algorithm="fedgh"))
 
 

@@ -1,4 +1,4 @@
-"""`fedagg partition`: which client holds which labels, and how unlike the clients are."""
+"""`fedagg partition`: which client holds which labels, and how much the clients differ."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def networks(config: Config, data: Dataset, run: Path | None) -> dict[str, nn.Mo
 
 
 def dissimilarity(config: Config, data: Dataset, parts: splits.Indices, models: dict[str, nn.Module]) -> dict[str, Dissimilarity]:
-    """How unlike the clients' full gradients are, for each model. This can take minutes, so there is a bar."""
+    """How much the clients' full gradients differ, for each model. This can take minutes, so there is a bar."""
     from fedagg.theory import heterogeneity as het
     from fedagg.theory.objective import Objective
 
