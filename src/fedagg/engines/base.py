@@ -1,20 +1,19 @@
-"""What all engines share: the objects they work on, their interface, and the client's optimiser."""
+"""What all engines share: the object they work on, and the client's optimiser."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fedagg.engines.graph import Node
 from fedagg.errors import SettingError
-from fedagg.flat import Layout, Model, Workspace
-from fedagg.work import Chunk, ClientOptions, Job, Loss, Memory, Work, cross_entropy
+from fedagg.flat import Layout, Workspace
+from fedagg.work import ClientOptions, Loss, cross_entropy
 
 
 @dataclass
@@ -63,14 +62,6 @@ def exact_products() -> Iterator[None]:
     with switches_restored():
         set_precision("fp32")
         yield
-
-
-class Engine(Protocol):
-    """Trains clients. `note` says which form was chosen and why, for the record."""
-
-    note: str
-
-    def run(self, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> Iterator[Chunk]: ...
 
 
 TINY = 1e-12  # replaces a norm of zero

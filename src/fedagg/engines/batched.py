@@ -24,13 +24,13 @@ from torch import Tensor, nn
 
 from fedagg import seeding
 from fedagg.augment import augmented
-from fedagg.engines.base import Engine, Setting, Stepper, class_means, class_sums, exact_products
+from fedagg.engines.base import Setting, Stepper, class_means, class_sums, exact_products
 from fedagg.engines.layers import Linear
 from fedagg.engines.sequential import Sequential
 from fedagg.engines.vmapped import VmappedNetwork
 from fedagg.errors import FedaggWarning, SettingError, first_line
 from fedagg.flat import Model, Workspace, copy_module
-from fedagg.work import Chunk, Client, ClientLoss, Job, LocalStep, Memory, State, Work
+from fedagg.work import Chunk, Client, ClientLoss, Engine, Job, LocalStep, Memory, State, Work
 
 if TYPE_CHECKING:
     from fedagg.engines.fused import FusedStep

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedagg.data.mapped import on_disk
 from fedagg.engines import stacked
-from fedagg.engines.base import Engine, Setting
+from fedagg.engines.base import Setting
 from fedagg.engines.batched import Batched, has_triton
 from fedagg.engines.conv import channels_last
 from fedagg.engines.distributed import Distributed
@@ -29,7 +29,7 @@ from fedagg.engines.windowed import Windowed, window
 from fedagg.errors import SettingError
 from fedagg.models import PUBLISHED
 from fedagg.models.text import LSTM, CausalAttention
-from fedagg.work import cross_entropy
+from fedagg.work import Engine, cross_entropy
 
 RECURRENT = "recurrent layers"
 

@@ -15,10 +15,10 @@ from types import FrameType
 import torch
 from torch import Tensor, distributed
 
-from fedagg.engines.base import Engine, Setting
+from fedagg.engines.base import Setting
 from fedagg.errors import SettingError
 from fedagg.flat import Model
-from fedagg.work import Chunk, Job, Memory, Work
+from fedagg.work import Chunk, Engine, Job, Memory, Work
 
 
 class PeerGone(KeyboardInterrupt):

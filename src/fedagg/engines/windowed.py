@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from fedagg.data.mapped import WINDOW, Mapped
-from fedagg.engines.base import Engine, Setting
+from fedagg.engines.base import Setting
 from fedagg.errors import SettingError
 from fedagg.flat import Model
-from fedagg.work import Chunk, Job, Memory, Work
+from fedagg.work import Chunk, Engine, Job, Memory, Work
 
 
 def window(setting: Setting, whole: Mapped) -> Setting:
