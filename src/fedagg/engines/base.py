@@ -17,7 +17,7 @@ from fedagg.work import ClientOptions, Loss, cross_entropy
 
 
 @dataclass
-class Setting:
+class Problem:
     """What an engine works on: the network, the training data on its device, and the local options."""
 
     module: nn.Module
@@ -134,17 +134,17 @@ def class_sums(features: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, 
 
 
 @torch.no_grad()
-def class_means(space: Workspace, setting: Setting, head: str, samples: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+def class_means(space: Workspace, problem: Problem, head: str, samples: Tensor, batch: int) -> tuple[Tensor, Tensor]:
     """Per-class means of the input of the head of the model in `space`, (classes, features), and samples per class, (classes,)."""
     seen: list[Tensor] = []
     hook = space.module.get_submodule(head).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     space.module.eval()
     for part in samples.split(batch):
-        space.module(setting.x[part])
+        space.module(problem.x[part])
     hook.remove()
     features = torch.cat(seen)
     if features.dim() != 2:
         words = f"is given {tuple(features.shape[1:])} for a sample and not a row of numbers: name a layer behind the flattening"
         raise SettingError("head", head, words)
-    sums, counts = (part.to(features.dtype) for part in class_sums(features, setting.y[samples], setting.classes))
+    sums, counts = (part.to(features.dtype) for part in class_sums(features, problem.y[samples], problem.classes))
     return sums / counts.clamp_min(1)[:, None], counts
