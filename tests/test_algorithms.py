@@ -21,7 +21,7 @@ from fedagg import algorithms, engines, models, seeding
 from fedagg.algorithms.fedgh import FedGH
 from fedagg.clients import Clients, Outcome, secant_smoothness
 from fedagg.config import Config
-from fedagg.engines.base import Setting
+from fedagg.engines.base import Problem
 from fedagg.errors import SettingError
 from fedagg.flat import Layout, Model
 from fedagg.work import ClientOptions, Job, Work
@@ -747,12 +747,12 @@ def test_momentum_is_not_taken_for_gradient(momentum: float, engine: str) -> Non
 
     x, y = torch.ones(30, 2), torch.arange(30) % 3
     local = ClientOptions(epochs=3, batch_size=4, momentum=momentum)
-    setting = Setting(nn.Linear(2, 3, bias=False), x, y, 3, local, torch.device("cpu"), linear)
+    problem = Problem(nn.Linear(2, 3, bias=False), x, y, 3, local, torch.device("cpu"), linear)
     jobs = [Job(0, torch.arange(9), 3, 1), Job(1, torch.arange(9, 27), 2, 2, 1), Job(2, torch.arange(27, 28), 1, 3, 2)]
     work = Work(rate=torch.tensor([0.1, 0.03, 0.2]))
     gradient = torch.tensor([1.0, 1.0, -2.0, -2.0, 3.0, 3.0])
-    model = setting.layout.pack(setting.module)
-    for chunk in engines.build(engine, setting, Config(model="custom")).run(model, work, jobs, None):
+    model = problem.layout.pack(problem.module)
+    for chunk in engines.build(engine, problem, Config(model="custom")).run(model, work, jobs, None):
         torch.testing.assert_close(-chunk.delta / chunk.travel[:, None], gradient.expand_as(chunk.delta), rtol=1e-4, atol=1e-5)
 
 

@@ -18,7 +18,7 @@ import fedagg
 import tiny
 from fedagg import engines
 from fedagg.config import Config
-from fedagg.engines.base import Setting
+from fedagg.engines.base import Problem
 from fedagg.engines.batched import Batched
 from fedagg.errors import FedaggError, SettingError
 from fedagg.work import ClientOptions
@@ -376,8 +376,8 @@ def test_padding_stays_out_of_batch_statistics_where_a_module_draws() -> None:
     """There the trial has nothing to compare, and the layers have to tell."""
     module = nn.Sequential(nn.Linear(20, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Dropout(0.5), nn.Linear(8, 3))
     options = ClientOptions(epochs=1, batch_size=16)
-    setting = Setting(module, torch.from_numpy(X), torch.from_numpy(Y), 3, options, torch.device("cpu"))
-    engine = engines.build("batched", setting, Config(model="custom"))
+    problem = Problem(module, torch.from_numpy(X), torch.from_numpy(Y), 3, options, torch.device("cpu"))
+    engine = engines.build("batched", problem, Config(model="custom"))
     assert isinstance(engine, Batched)
     assert engine.whole
 

@@ -14,14 +14,14 @@ from torch.nn import functional
 from fedagg import engines
 from fedagg.config import Config
 from fedagg.engines import Sequential, choose, stacked
-from fedagg.engines.base import Setting
+from fedagg.engines.base import Problem
 from fedagg.engines.batched import Batched
 from fedagg.engines.conv import Loop, channels_last
 from fedagg.engines.threaded import Threaded
 from fedagg.flat import Model
 from fedagg.memory import ClientMemory
 from fedagg.work import Chunk, ClientOptions, Job, Work
-from test_engines import assert_same, chain, job_list, joined, make_setting, works
+from test_engines import assert_same, chain, job_list, joined, make_problem, works
 
 
 @pytest.mark.parametrize("shape", [(3, 1, 5, 4), (2, 3, 5, 4), (1, 1, 1, 1)])
@@ -71,17 +71,17 @@ class Viewing(nn.Module):
 @pytest.mark.parametrize(("module", "ordered"), [(Viewing(), False), (chain(), True), (nn.Flatten(), False)])
 @pytest.mark.parametrize("engine", ["auto", "sequential"])
 def test_images_are_laid_out_where_the_module_takes_it(module: nn.Module, ordered: bool, engine: str) -> None:
-    setting = make_setting(module, (2, 8, 8), ClientOptions(epochs=1, batch_size=4))
-    before, strides, half = setting.x.clone(), setting.x.stride(), setting.half
-    built = engines.build(engine, setting, Config(threads=2))
-    assert torch.equal(setting.x, before)  # what it was given is as it was
-    assert (setting.x.stride(), setting.half, setting.graph) == (strides, half, None)
-    images = choose.ordered(setting)
+    problem = make_problem(module, (2, 8, 8), ClientOptions(epochs=1, batch_size=4))
+    before, strides, half = problem.x.clone(), problem.x.stride(), problem.half
+    built = engines.build(engine, problem, Config(threads=2))
+    assert torch.equal(problem.x, before)  # what it was given is as it was
+    assert (problem.x.stride(), problem.half, problem.graph) == (strides, half, None)
+    images = choose.ordered(problem)
     assert torch.equal(images, before)
     assert images.is_contiguous(memory_format=torch.channels_last) == ordered
-    if setting.layout.d:
+    if problem.layout.d:
         work = Work(rate=torch.full((1,), 0.1, dtype=torch.float64))
-        chunks = list(built.run(setting.layout.pack(module), work, job_list(1), None))
+        chunks = list(built.run(problem.layout.pack(module), work, job_list(1), None))
         assert len(chunks) == 4
 
 
@@ -104,34 +104,34 @@ def idle() -> nn.Sequential:
         )  # fmt: skip
 
 
-def traced(module: nn.Module, shape: tuple[int, ...], local: ClientOptions) -> Setting:
+def traced(module: nn.Module, shape: tuple[int, ...], local: ClientOptions) -> Problem:
     """As the choice of engines hands it over: threads that trace at the same time get in each other's way."""
-    setting = choose.with_graph(make_setting(module, shape, local))
-    assert setting.graph is not None
-    return setting
+    problem = choose.with_graph(make_problem(module, shape, local))
+    assert problem.graph is not None
+    return problem
 
 
 @pytest.mark.parametrize("kind", ["plain", "prox", "mixed", "per client", "memory", "mask", "trace"])
 @pytest.mark.parametrize(("make", "shape"), [(single, (1, 8, 8)), (chain, (2, 8, 8)), (idle, (2, 8, 8))])
 def test_threads_without_autograd_agree_with_the_plain_engine(make: Any, shape: tuple[int, ...], kind: str) -> None:
-    setting = traced(make(), shape, ClientOptions(epochs=2, batch_size=4))
-    work, model = works(setting.layout.d)[kind], setting.layout.pack(setting.module)
-    memory = ClientMemory(setting.layout.d)
+    problem = traced(make(), shape, ClientOptions(epochs=2, batch_size=4))
+    work, model = works(problem.layout.d)[kind], problem.layout.pack(problem.module)
+    memory = ClientMemory(problem.layout.d)
     for client in range(4):
-        memory.write(client, 0.01 * torch.randn(setting.layout.d, generator=torch.Generator().manual_seed(client)))
-    expected = list(Sequential(setting).run(model, work, job_list(), memory))
-    ours = list(Threaded(setting, 2, stacked.StackedNetwork).run(model, work, job_list(), memory))
+        memory.write(client, 0.01 * torch.randn(problem.layout.d, generator=torch.Generator().manual_seed(client)))
+    expected = list(Sequential(problem).run(model, work, job_list(), memory))
+    ours = list(Threaded(problem, 2, stacked.StackedNetwork).run(model, work, job_list(), memory))
     assert [chunk.jobs[0].client for chunk in ours] == [0, 1, 2, 3]
     assert_same(ours, expected)
 
 
 def test_dropout_in_threads_repeats_by_seed_and_leaves_torch_alone() -> None:
-    setting = traced(single(0.5), (1, 8, 8), ClientOptions(epochs=2, batch_size=4))
+    problem = traced(single(0.5), (1, 8, 8), ClientOptions(epochs=2, batch_size=4))
     jobs = [Job(client=i, samples=torch.arange(8), epochs=2, seed=seed, position=i) for i, seed in enumerate((5, 6, 5, 7))]
-    work, model = Work(rate=torch.full((2,), 0.5, dtype=torch.float64)), setting.layout.pack(setting.module)
+    work, model = Work(rate=torch.full((2,), 0.5, dtype=torch.float64)), problem.layout.pack(problem.module)
 
     def deltas(threads: int) -> Tensor:
-        return joined(list(Threaded(setting, threads, stacked.StackedNetwork).run(model, work, jobs, None)))["delta"]
+        return joined(list(Threaded(problem, threads, stacked.StackedNetwork).run(model, work, jobs, None)))["delta"]
 
     before = torch.get_rng_state()
     one, two = deltas(1), deltas(2)
@@ -142,10 +142,10 @@ def test_dropout_in_threads_repeats_by_seed_and_leaves_torch_alone() -> None:
 
 
 def test_threads_go_with_their_engine() -> None:
-    setting = traced(single(), (1, 8, 8), ClientOptions(epochs=2, batch_size=4))
-    model, work = setting.layout.pack(setting.module), works(setting.layout.d)["plain"]
+    problem = traced(single(), (1, 8, 8), ClientOptions(epochs=2, batch_size=4))
+    model, work = problem.layout.pack(problem.module), works(problem.layout.d)["plain"]
     for network in (stacked.StackedNetwork, None):
-        engine = Threaded(setting, 2, network)
+        engine = Threaded(problem, 2, network)
         list(engine.run(model, work, job_list(), None))
         threads = list(engine.pool._threads)
         assert threads
@@ -157,8 +157,8 @@ def test_threads_go_with_their_engine() -> None:
 
 
 def test_who_has_not_begun_when_a_round_is_broken_off_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    setting = traced(single(), (1, 8, 8), ClientOptions(epochs=1, batch_size=4))
-    model, work = setting.layout.pack(setting.module), Work(rate=torch.full((1,), 0.1, dtype=torch.float64))
+    problem = traced(single(), (1, 8, 8), ClientOptions(epochs=1, batch_size=4))
+    model, work = problem.layout.pack(problem.module), Work(rate=torch.full((1,), 0.1, dtype=torch.float64))
     jobs = [Job(client=i, samples=torch.arange(8), epochs=1, seed=i, position=i) for i in range(50)]
     train, made, gate = Batched.train, list[int](), threading.Event()
 
@@ -168,7 +168,7 @@ def test_who_has_not_begun_when_a_round_is_broken_off_does_not_begin(monkeypatch
         return train(self, model, work, jobs, memory)
 
     monkeypatch.setattr(Batched, "train", waiting)
-    engine = Threaded(setting, 2, stacked.StackedNetwork)
+    engine = Threaded(problem, 2, stacked.StackedNetwork)
     round_of = engine.run(model, work, jobs, None)
     next(round_of)
     round_of.close()  # type: ignore[attr-defined]

@@ -28,7 +28,7 @@ from fedagg import checkpoint, models, partition, seeding
 from fedagg.algorithms import REGISTRY
 from fedagg.config import Config
 from fedagg.engines import Sequential, batched, choose, stacked, threaded
-from fedagg.engines.base import Setting
+from fedagg.engines.base import Problem
 from fedagg.engines.batched import Batched
 from fedagg.engines.distributed import deal
 from fedagg.engines.graph import traced
@@ -49,12 +49,12 @@ def job_list(epochs: int = 2, sizes: tuple[int, ...] = SIZES) -> list[Job]:
     ]
 
 
-def make_setting(module: nn.Module, shape: tuple[int, ...], local: ClientOptions) -> Setting:
+def make_problem(module: nn.Module, shape: tuple[int, ...], local: ClientOptions) -> Problem:
     generator = torch.Generator().manual_seed(3)
     count = sum(SIZES)
     x = torch.rand(count, *shape, generator=generator)
     y = torch.randint(0, 3, (count,), generator=generator)
-    return Setting(module, x, y, 3, local, torch.device("cpu"))
+    return Problem(module, x, y, 3, local, torch.device("cpu"))
 
 
 def chain(*, dropout: float = 0.0) -> nn.Sequential:
@@ -172,17 +172,17 @@ def assert_same(ours: list[Chunk], theirs: list[Chunk], tolerance: float = 1e-4)
         assert float((a[name] - b[name]).double().norm()) <= tolerance * max(1e-6, float(b[name].double().norm())), name
 
 
-def forms(setting: Setting, chunks: bool = True) -> dict[str, Any]:
+def forms(problem: Problem, chunks: bool = True) -> dict[str, Any]:
     """Every form of the batched engines; with `chunks` also those that take some clients at a time."""
-    engines: dict[str, Any] = {"vmap": Batched(setting, VmappedNetwork)}
-    if stacked.supported(setting):
-        engines["stacked"] = Batched(setting, stacked.StackedNetwork, padding=True)
-        engines["threads"] = Threaded(setting, 2)
-        engines["a stack a thread"] = Shared(Batched(choose.with_graph(setting), stacked.StackedNetwork, padding=True), 2)
+    engines: dict[str, Any] = {"vmap": Batched(problem, VmappedNetwork)}
+    if stacked.supported(problem):
+        engines["stacked"] = Batched(problem, stacked.StackedNetwork, padding=True)
+        engines["threads"] = Threaded(problem, 2)
+        engines["a stack a thread"] = Shared(Batched(choose.with_graph(problem), stacked.StackedNetwork, padding=True), 2)
         if chunks:
-            engines["stacked by three"] = Batched(setting, stacked.StackedNetwork, chunk=3, padding=True)
+            engines["stacked by three"] = Batched(problem, stacked.StackedNetwork, chunk=3, padding=True)
     if chunks:
-        engines["vmap by two"] = Batched(setting, VmappedNetwork, chunk=2)
+        engines["vmap by two"] = Batched(problem, VmappedNetwork, chunk=2)
     return engines
 
 
@@ -193,13 +193,13 @@ def tiny_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_stack_a_thread_as_far_as_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """By shapes alone, so that the same settings give the same bytes whatever else the machine does."""
-    setting = make_setting(flat(), (8,), ClientOptions(epochs=1, batch_size=4))
+    problem = make_problem(flat(), (8,), ClientOptions(epochs=1, batch_size=4))
     jobs = [Job(client, torch.arange(12), 1, client, client) for client in range(6)]
-    step = 6 * 4 * setting.layout.d  # clients, samples of a batch, weights
+    step = 6 * 4 * problem.layout.d  # clients, samples of a batch, weights
 
     def sizes(grain: int, threads: int) -> list[int]:
         monkeypatch.setattr(threaded, "GRAIN", grain)
-        return [len(stack) for stack in Shared(Batched(setting, stacked.StackedNetwork, padding=True), threads).stacks(jobs)]
+        return [len(stack) for stack in Shared(Batched(problem, stacked.StackedNetwork, padding=True), threads).stacks(jobs)]
 
     assert sizes(step + 1, 2) == [6]
     assert sizes(step // 2, 2) == [3, 3]
@@ -209,18 +209,18 @@ def test_a_stack_a_thread_as_far_as_there_is_work(monkeypatch: pytest.MonkeyPatc
 
 
 def test_stacks_train_on_one_thread_each_and_leave_torch_as_it_was() -> None:
-    setting = make_setting(flat(), (8,), ClientOptions(epochs=2, batch_size=4))
+    problem = make_problem(flat(), (8,), ClientOptions(epochs=2, batch_size=4))
     seen: list[int] = []
 
-    def network(setting: Setting, n: int) -> stacked.StackedNetwork:
+    def network(problem: Problem, n: int) -> stacked.StackedNetwork:
         seen.append(torch.get_num_threads())
-        return stacked.StackedNetwork(setting, n)
+        return stacked.StackedNetwork(problem, n)
 
-    engine, work = Shared(Batched(choose.with_graph(setting), network, padding=True), 2), works(setting.layout.d)["plain"]
+    engine, work = Shared(Batched(choose.with_graph(problem), network, padding=True), 2), works(problem.layout.d)["plain"]
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        for _ in engine.run(setting.layout.pack(setting.module), work, job_list(), None):
+        for _ in engine.run(problem.layout.pack(problem.module), work, job_list(), None):
             assert torch.get_num_threads() == 1  # who sums up
         assert torch.get_num_threads() == 3
     finally:
@@ -230,11 +230,11 @@ def test_stacks_train_on_one_thread_each_and_leave_torch_as_it_was() -> None:
 
 def test_only_written_layers_are_cut_into_stacks() -> None:
     """Other networks may draw from torch's own generator, which all threads share."""
-    flat_setting = make_setting(flat(), (8,), ClientOptions(epochs=1, batch_size=4))
+    flat_problem = make_problem(flat(), (8,), ClientOptions(epochs=1, batch_size=4))
     for name in ("auto", "batched"):
         for threads, kind in ((1, Batched), (2, Shared)):
-            assert isinstance(choose.build(name, flat_setting, Config(model="custom", threads=threads)), kind)
-    assert isinstance(choose.shared(Batched(flat_setting, VmappedNetwork), 2), Batched)
+            assert isinstance(choose.build(name, flat_problem, Config(model="custom", threads=threads)), kind)
+    assert isinstance(choose.shared(Batched(flat_problem, VmappedNetwork), 2), Batched)
 
 
 # Terms are added to gradients, whatever network they come from: all of them on the plainest network of either form, on the others
@@ -247,15 +247,15 @@ PAIRS += [pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE]
 
 @pytest.mark.parametrize(("make", "kind"), PAIRS)
 def test_forms_agree_with_the_plain_engine(make: Any, kind: str) -> None:
-    setting = make_setting(make(), (2, 8, 8), ClientOptions(epochs=2, batch_size=4))
-    work, model = works(setting.layout.d)[kind], setting.layout.pack(setting.module)
-    memory = ClientMemory(setting.layout.d)
+    problem = make_problem(make(), (2, 8, 8), ClientOptions(epochs=2, batch_size=4))
+    work, model = works(problem.layout.d)[kind], problem.layout.pack(problem.module)
+    memory = ClientMemory(problem.layout.d)
     for client in range(4):
-        memory.write(client, 0.01 * torch.randn(setting.layout.d, generator=torch.Generator().manual_seed(client)))
+        memory.write(client, 0.01 * torch.randn(problem.layout.d, generator=torch.Generator().manual_seed(client)))
     jobs = job_list()
-    expected = list(Sequential(setting).run(model, work, jobs, memory))
+    expected = list(Sequential(problem).run(model, work, jobs, memory))
     chunks = kind in ("per client", "memory", "some memory", "trace")  # the others have nothing of a client's own
-    for name, engine in forms(setting, chunks).items():
+    for name, engine in forms(problem, chunks).items():
         ours = list(engine.run(model, work, jobs, memory))
         try:
             assert_same(ours, expected)
@@ -277,10 +277,10 @@ def test_forms_agree_with_the_plain_engine(make: Any, kind: str) -> None:
 )
 @pytest.mark.parametrize("make", [chain, odd])
 def test_client_options_agree(make: Any, options: dict[str, Any]) -> None:
-    setting = make_setting(make(), (2, 8, 8), ClientOptions(epochs=2, batch_size=4, **options))
-    work, model = works(setting.layout.d)["plain"], setting.layout.pack(setting.module)
-    expected = list(Sequential(setting).run(model, work, job_list(), None))
-    for engine in forms(setting, chunks=False).values():
+    problem = make_problem(make(), (2, 8, 8), ClientOptions(epochs=2, batch_size=4, **options))
+    work, model = works(problem.layout.d)["plain"], problem.layout.pack(problem.module)
+    expected = list(Sequential(problem).run(model, work, job_list(), None))
+    for engine in forms(problem, chunks=False).values():
         assert_same(list(engine.run(model, work, job_list(), None)), expected)
 
 
@@ -296,10 +296,10 @@ def test_a_gradient_is_measured_and_shortened(clip: float, length: float, told: 
         def forward(self, x: Tensor) -> Tensor:
             return (self.w * torch.tensor([3.0, 4.0])).sum() + 0 * x
 
-    setting = Setting(Slope(), torch.zeros(4, 1), torch.zeros(4), 1, ClientOptions(epochs=1, batch_size=2), torch.device("cpu"))
-    setting.loss = lambda output, target: output[:, 0]
-    model, jobs = setting.layout.pack(setting.module), [Job(0, torch.arange(4), 1, seed=1)]
-    for engine in (Sequential(setting), Batched(setting, VmappedNetwork)):
+    problem = Problem(Slope(), torch.zeros(4, 1), torch.zeros(4), 1, ClientOptions(epochs=1, batch_size=2), torch.device("cpu"))
+    problem.loss = lambda output, target: output[:, 0]
+    model, jobs = problem.layout.pack(problem.module), [Job(0, torch.arange(4), 1, seed=1)]
+    for engine in (Sequential(problem), Batched(problem, VmappedNetwork)):
         (chunk,) = engine.run(model, Work(rate=torch.tensor([0.1]), clip=clip), jobs, None)
         torch.testing.assert_close(chunk.delta, -2 * 0.1 * length * torch.tensor([[0.6, 0.8]]))
         assert chunk.norm.tolist() == pytest.approx([told])
@@ -316,37 +316,37 @@ def test_memory_that_two_layers_look_at_is_left_alone() -> None:
             return self.a(torch.relu(x.flatten(1))) + self.b(torch.flatten(x, 1))  # type: ignore[no-any-return]
 
     torch.manual_seed(1)
-    setting = make_setting(Shared(), (2, 8, 8), ClientOptions(epochs=2, batch_size=4))
-    model, work = setting.layout.pack(setting.module), works(setting.layout.d)["plain"]
-    expected = list(Sequential(setting).run(model, work, job_list(), None))
-    assert stacked.supported(setting)
-    for engine in forms(setting).values():
+    problem = make_problem(Shared(), (2, 8, 8), ClientOptions(epochs=2, batch_size=4))
+    model, work = problem.layout.pack(problem.module), works(problem.layout.d)["plain"]
+    expected = list(Sequential(problem).run(model, work, job_list(), None))
+    assert stacked.supported(problem)
+    for engine in forms(problem).values():
         assert_same(list(engine.run(model, work, job_list(), None)), expected)
 
 
 def test_a_chain_on_flat_samples_agrees() -> None:
-    setting = make_setting(flat(), (8,), ClientOptions(epochs=2, batch_size=4))
-    model = setting.layout.pack(setting.module)
-    for work in works(setting.layout.d).values():
+    problem = make_problem(flat(), (8,), ClientOptions(epochs=2, batch_size=4))
+    model = problem.layout.pack(problem.module)
+    for work in works(problem.layout.d).values():
         if not work.memory:
-            expected = list(Sequential(setting).run(model, work, job_list(), None))
-            for engine in forms(setting).values():
+            expected = list(Sequential(problem).run(model, work, job_list(), None))
+            for engine in forms(problem).values():
                 assert_same(list(engine.run(model, work, job_list(), None)), expected)
 
 
 def test_stragglers_stop_early_in_every_form() -> None:
-    setting = make_setting(chain(), (2, 8, 8), ClientOptions(epochs=3, batch_size=4))
+    problem = make_problem(chain(), (2, 8, 8), ClientOptions(epochs=3, batch_size=4))
     work = Work(rate=torch.full((3,), 0.1, dtype=torch.float64))
     jobs = [Job(j.client, j.samples, 1 + j.client % 3, j.seed, j.position) for j in job_list(3)]
-    model = setting.layout.pack(setting.module)
-    expected = list(Sequential(setting).run(model, work, jobs, None))
+    model = problem.layout.pack(problem.module)
+    expected = list(Sequential(problem).run(model, work, jobs, None))
     assert (joined(expected)["rates"][0] == torch.tensor([0.1, 0.0, 0.0])).all()
-    for engine in forms(setting).values():
+    for engine in forms(problem).values():
         assert_same(list(engine.run(model, work, jobs, None)), expected)
 
 
 def test_clients_that_are_finished_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    setting, seen = make_setting(flat(), (8,), ClientOptions(epochs=2, batch_size=4)), list[int]()
+    problem, seen = make_problem(flat(), (8,), ClientOptions(epochs=2, batch_size=4)), list[int]()
     gradient = stacked.StackedNetwork.gradient
 
     def counted(self: stacked.StackedNetwork, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
@@ -356,9 +356,9 @@ def test_clients_that_are_finished_are_not_computed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(stacked.StackedNetwork, "gradient", counted)
     jobs, work = job_list(2, (5, 1, 19, 2, 9, 3)), Work(rate=torch.full((2,), 0.1, dtype=torch.float64))
     jobs[2] = dataclasses.replace(jobs[2], epochs=1)  # the largest is a straggler
-    engine = Batched(setting, stacked.StackedNetwork)
-    model = setting.layout.pack(setting.module)
-    assert_same(list(engine.run(model, work, jobs, None)), list(Sequential(setting).run(model, work, jobs, None)))
+    engine = Batched(problem, stacked.StackedNetwork)
+    model = problem.layout.pack(problem.module)
+    assert_same(list(engine.run(model, work, jobs, None)), list(Sequential(problem).run(model, work, jobs, None)))
     # Sorted by size they make 5, 3, 2, 1, 1 and 1 steps; there are stages for 6, 4, 2 and 1. In the second epoch the first pauses.
     assert seen == [6, 4, 2, 1, 1] * 2
     seen.clear()
@@ -413,9 +413,9 @@ def test_nothing_is_freed_during_a_capture() -> None:
     with batched.uncollected():
         assert not gc.isenabled()
         # A stage must not wait for the collector: its graph would be freed at any time, and its memory late.
-        setting = make_setting(flat(), (8,), ClientOptions(epochs=1, batch_size=4))
-        engine = Batched(setting, stacked.StackedNetwork)
-        list(engine.run(setting.layout.pack(setting.module), Work(torch.full((1,), 0.1)), job_list(1), None))
+        problem = make_problem(flat(), (8,), ClientOptions(epochs=1, batch_size=4))
+        engine = Batched(problem, stacked.StackedNetwork)
+        list(engine.run(problem.layout.pack(problem.module), Work(torch.full((1,), 0.1)), job_list(1), None))
         stage = weakref.ref(next(iter(engine.stages.values())))
         part = weakref.ref(next(iter(stage().parts.values())))  # type: ignore[union-attr]
         engine.stages.clear()
@@ -429,40 +429,40 @@ def test_a_step_that_cannot_be_recorded_is_named(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     monkeypatch.setattr(batched.Stage, "capture", capture)
-    setting = make_setting(flat(), (8,), ClientOptions(epochs=1, batch_size=4))
-    engine = Batched(setting, stacked.StackedNetwork, capture=True)
+    problem = make_problem(flat(), (8,), ClientOptions(epochs=1, batch_size=4))
+    engine = Batched(problem, stacked.StackedNetwork, capture=True)
     work = Work(torch.full((1,), 0.1), step=REGISTRY.find("fedsam")().step, pure=True)
     with pytest.raises(
         SettingError, match=r"pure = True: the step cannot be recorded \(operation not permitted .* capturing\); leave"
     ):
-        list(engine.run(setting.layout.pack(setting.module), work, job_list(1), None))
-    list(engine.run(setting.layout.pack(setting.module), dataclasses.replace(work, pure=False), job_list(1), None))
+        list(engine.run(problem.layout.pack(problem.module), work, job_list(1), None))
+    list(engine.run(problem.layout.pack(problem.module), dataclasses.replace(work, pure=False), job_list(1), None))
 
 
 @pytest.mark.parametrize(("make", "head"), [(chain, "10"), (normed, "10"), (branched, "last.4"), (odd, "last")])
 def test_representations_agree(make: Any, head: str) -> None:
-    setting = make_setting(make(), (2, 8, 8), ClientOptions(epochs=1, batch_size=4))
+    problem = make_problem(make(), (2, 8, 8), ClientOptions(epochs=1, batch_size=4))
     work = Work(rate=torch.full((1,), 0.1, dtype=torch.float64), represent=head)
-    model = setting.layout.pack(setting.module)
-    expected = list(Sequential(setting).run(model, work, job_list(1), None))
-    for engine in forms(setting).values():
+    model = problem.layout.pack(problem.module)
+    expected = list(Sequential(problem).run(model, work, job_list(1), None))
+    for engine in forms(problem).values():
         for _ in range(2):  # looking at them leaves nothing behind
             assert_same(list(engine.run(model, work, job_list(1), None)), expected)
 
 
 def test_representations_must_be_rows_of_numbers() -> None:
-    setting = make_setting(branched(), (2, 8, 8), ClientOptions(epochs=1, batch_size=4))
+    problem = make_problem(branched(), (2, 8, 8), ClientOptions(epochs=1, batch_size=4))
     work = Work(rate=torch.full((1,), 0.1, dtype=torch.float64), represent="last")
-    for engine in (Sequential(setting), *forms(setting).values()):
+    for engine in (Sequential(problem), *forms(problem).values()):
         with pytest.raises(SettingError, match=r"head = 'last': is given \(15, 4, 4\) for a sample"):
-            list(engine.run(setting.layout.pack(setting.module), work, job_list(1), None))
+            list(engine.run(problem.layout.pack(problem.module), work, job_list(1), None))
 
 
 def test_representations_are_made_without_dropout() -> None:
-    setting = make_setting(chain(dropout=0.5), (2, 8, 8), ClientOptions(epochs=1, batch_size=4))
-    network = stacked.StackedNetwork(setting, 2)
-    network.w.copy_(setting.layout.pack(setting.module).w)
-    x, module = setting.x[:6], setting.module.eval()
+    problem = make_problem(chain(dropout=0.5), (2, 8, 8), ClientOptions(epochs=1, batch_size=4))
+    network = stacked.StackedNetwork(problem, 2)
+    network.w.copy_(problem.layout.pack(problem.module).w)
+    x, module = problem.x[:6], problem.module.eval()
     assert network.feeds("8")
     assert torch.allclose(network.fed("8", x).flatten(0, 1), module[:8](x))  # type: ignore[index]
     assert not network.feeds("4")  # a ReLU may be done together with the layer before it
@@ -470,11 +470,11 @@ def test_representations_are_made_without_dropout() -> None:
 
 @pytest.mark.parametrize("form", ["stacked", "vmap"])
 def test_dropout_differs_between_clients_and_repeats_by_seed(form: str) -> None:
-    setting = make_setting(chain(dropout=0.5), (2, 8, 8), ClientOptions(epochs=1, batch_size=4))
+    problem = make_problem(chain(dropout=0.5), (2, 8, 8), ClientOptions(epochs=1, batch_size=4))
     same = torch.arange(8)
     jobs = [Job(client=i, samples=same, epochs=1, seed=7, position=i) for i in range(3)]  # alike in all but their dropout
-    work, model = Work(rate=torch.full((1,), 0.5, dtype=torch.float64)), setting.layout.pack(setting.module)
-    first, second = (next(iter(forms(setting)[form].run(model, work, jobs, None))).delta for _ in range(2))
+    work, model = Work(rate=torch.full((1,), 0.5, dtype=torch.float64)), problem.layout.pack(problem.module)
+    first, second = (next(iter(forms(problem)[form].run(model, work, jobs, None))).delta for _ in range(2))
     assert torch.equal(first, second)
     assert not torch.equal(first[0], first[1])
     assert not torch.equal(first[1], first[2])
@@ -482,10 +482,10 @@ def test_dropout_differs_between_clients_and_repeats_by_seed(form: str) -> None:
 
 def test_padding_moves_nothing() -> None:
     """A client trains to the same bits whatever larger clients stand beside it, and batch statistics never see padding."""
-    setting = make_setting(odd(), (2, 8, 8), ClientOptions(epochs=2, batch_size=4))
-    work, model = works(setting.layout.d)["plain"], setting.layout.pack(setting.module)
-    alone = joined(list(Batched(setting, VmappedNetwork).run(model, work, [job_list()[2]], None)))
-    beside = joined(list(Batched(setting, VmappedNetwork).run(model, work, job_list(), None)))
+    problem = make_problem(odd(), (2, 8, 8), ClientOptions(epochs=2, batch_size=4))
+    work, model = works(problem.layout.d)["plain"], problem.layout.pack(problem.module)
+    alone = joined(list(Batched(problem, VmappedNetwork).run(model, work, [job_list()[2]], None)))
+    beside = joined(list(Batched(problem, VmappedNetwork).run(model, work, job_list(), None)))
     assert torch.equal(alone["buffers"][0], beside["buffers"][2])
     assert torch.equal(alone["delta"][0], beside["delta"][2])
 
@@ -527,22 +527,22 @@ def test_whole_runs_agree(algorithm: str, model: str, split: str, rounds: int) -
 def test_deep_branches_agree(model: str) -> None:
     """One step: with a handful of samples, single units of ReLU that fall to the other side of zero move the gradient by a percent,
     torch's own in float32 against float64 as well."""
-    setting = make_setting(models.build(model, (3, 32, 32), 3, seed=1), (3, 32, 32), ClientOptions(epochs=1, batch_size=16))
-    work, start = Work(rate=torch.full((1,), 0.01, dtype=torch.float64)), setting.layout.pack(setting.module)
+    problem = make_problem(models.build(model, (3, 32, 32), 3, seed=1), (3, 32, 32), ClientOptions(epochs=1, batch_size=16))
+    work, start = Work(rate=torch.full((1,), 0.01, dtype=torch.float64)), problem.layout.pack(problem.module)
     jobs = job_list(1)[:2]
-    expected = list(Sequential(setting).run(start, work, jobs, None))
-    assert_same(list(choose.batched(setting, fedagg.Config()).run(start, work, jobs, None)), expected, 0.05)
+    expected = list(Sequential(problem).run(start, work, jobs, None))
+    assert_same(list(choose.batched(problem, fedagg.Config()).run(start, work, jobs, None)), expected, 0.05)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["mnist-cnn", "vgg11"])
 def test_larger_models_agree(model: str) -> None:
     shape = (1, 28, 28) if model == "mnist-cnn" else (3, 32, 32)
-    setting = make_setting(models.build(model, shape, 3, seed=1), shape, ClientOptions(epochs=1, batch_size=4))
-    work, start = Work(rate=torch.full((1,), 0.01, dtype=torch.float64)), setting.layout.pack(setting.module)
+    problem = make_problem(models.build(model, shape, 3, seed=1), shape, ClientOptions(epochs=1, batch_size=4))
+    work, start = Work(rate=torch.full((1,), 0.01, dtype=torch.float64)), problem.layout.pack(problem.module)
     jobs = job_list(1)[1:3]
-    expected = list(Sequential(setting).run(start, work, jobs, None))
-    assert_same(list(choose.batched(setting, fedagg.Config()).run(start, work, jobs, None)), expected, 1e-3)
+    expected = list(Sequential(problem).run(start, work, jobs, None))
+    assert_same(list(choose.batched(problem, fedagg.Config()).run(start, work, jobs, None)), expected, 1e-3)
 
 
 @pytest.mark.slow
@@ -629,10 +629,10 @@ def test_options_that_are_not_written_out_are_left_alone(layer: nn.Module) -> No
 
 
 def test_running_out_of_memory_halves_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    setting = make_setting(chain(), (2, 8, 8), ClientOptions(epochs=2, batch_size=4))
-    work, model = works(setting.layout.d)["plain"], setting.layout.pack(setting.module)
-    expected = list(Sequential(setting).run(model, work, job_list(), None))
-    engine = Batched(setting, stacked.StackedNetwork)
+    problem = make_problem(chain(), (2, 8, 8), ClientOptions(epochs=2, batch_size=4))
+    work, model = works(problem.layout.d)["plain"], problem.layout.pack(problem.module)
+    expected = list(Sequential(problem).run(model, work, job_list(), None))
+    engine = Batched(problem, stacked.StackedNetwork)
     train = engine.train
 
     def small(model: Any, work: Any, jobs: list[Job], memory: Any) -> Chunk:
@@ -649,24 +649,24 @@ def test_running_out_of_memory_halves_the_chunk(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_chunks_are_cut_to_what_they_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    setting = make_setting(chain(), (2, 8, 8), ClientOptions(epochs=1, batch_size=4))
-    each = 4 * (6 * setting.layout.d + 4 * 4 * batched.activations(setting))
+    problem = make_problem(chain(), (2, 8, 8), ClientOptions(epochs=1, batch_size=4))
+    each = 4 * (6 * problem.layout.d + 4 * 4 * batched.activations(problem))
     monkeypatch.setattr(batched, "allowance", lambda device: 4 * each - 1)
-    groups = list(Batched(setting, stacked.StackedNetwork).groups(job_list(1)))
+    groups = list(Batched(problem, stacked.StackedNetwork).groups(job_list(1)))
     assert [len(group) for group in groups] == [3, 1]
 
 
 def test_activations_are_counted() -> None:
     module = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(256, 3))
-    setting = make_setting(module, (2, 8, 8), ClientOptions(epochs=1, batch_size=4))
-    assert batched.activations(setting) == 256 + 256 + 256 + 3 + 3  # the last output counts for the chain as well
+    problem = make_problem(module, (2, 8, 8), ClientOptions(epochs=1, batch_size=4))
+    assert batched.activations(problem) == 256 + 256 + 256 + 3 + 3  # the last output counts for the chain as well
 
 
 def test_auto_says_what_it_picked() -> None:
     config = fedagg.Config(threads=2)
 
     def note(module: nn.Module) -> str:
-        return choose.pick(make_setting(module, (2, 8, 8), ClientOptions(1, 4)), config).note
+        return choose.pick(make_problem(module, (2, 8, 8), ClientOptions(1, 4)), config).note
 
     assert "stacked" in note(nn.Sequential(nn.Flatten(), nn.Linear(128, 3)))
     assert "thread" in note(chain())
@@ -818,9 +818,9 @@ def test_any_network_of_these_layers_has_autograds_gradients(steps: list[tuple[s
     torch.manual_seed(5)
     n, batch = 2, 4
     module, x, y = Drawn(steps), torch.randn(n * batch, 3, 6, 6), torch.arange(n * batch) % 3
-    setting = Setting(module, x, y, 3, ClientOptions(epochs=1, batch_size=batch), torch.device("cpu"))
-    assert stacked.supported(setting)
-    network, start = stacked.StackedNetwork(setting, n), setting.layout.pack(module)
+    problem = Problem(module, x, y, 3, ClientOptions(epochs=1, batch_size=batch), torch.device("cpu"))
+    assert stacked.supported(problem)
+    network, start = stacked.StackedNetwork(problem, n), problem.layout.pack(module)
     network.w.copy_(start.w.expand(n, -1))
     network.buffers.copy_(start.buffers.expand(n, -1))
     network.gradient(x, y, torch.full((n, batch), 1 / batch))
@@ -841,10 +841,10 @@ class OnGPU(torch.Tensor):
 def test_a_gpu_without_triton_steps_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "fedagg.engines.fused", raising=False)
-    setting = make_setting(nn.Linear(6, 3), (6,), ClientOptions(epochs=2, batch_size=4))
-    network = VmappedNetwork(setting, 2)
+    problem = make_problem(nn.Linear(6, 3), (6,), ClientOptions(epochs=2, batch_size=4))
+    network = VmappedNetwork(problem, 2)
     network.w = network.w.as_subclass(OnGPU)
-    stage = batched.Stage(batched.Shape(2, 4, False, False, False, False, False, False), network, 2, setting)
+    stage = batched.Stage(batched.Shape(2, 4, False, False, False, False, False, False), network, 2, problem)
     stage.scale.fill_(0.25)
     stage.rate.fill_(0.1)
     stage.step()
@@ -864,9 +864,9 @@ class OnSphere(nn.Module):
 
 
 def test_what_a_warm_up_made_of_empty_weights_is_in_nobodys_mean_gradient() -> None:
-    setting = make_setting(OnSphere(), (6,), ClientOptions(epochs=2, batch_size=4))
-    work, model, jobs = works(setting.layout.d)["trace"], setting.layout.pack(setting.module), job_list(sizes=(8, 8))
-    engine = Batched(setting, VmappedNetwork)
+    problem = make_problem(OnSphere(), (6,), ClientOptions(epochs=2, batch_size=4))
+    work, model, jobs = works(problem.layout.d)["trace"], problem.layout.pack(problem.module), job_list(sizes=(8, 8))
+    engine = Batched(problem, VmappedNetwork)
     engine.stage(work, 2, 4, 4).step()  # as a captured graph's first step, on whatever lies there
     chunk = engine.train(model, work, jobs, None)
-    assert_same([chunk], list(Sequential(setting).run(model, work, jobs, None)))
+    assert_same([chunk], list(Sequential(problem).run(model, work, jobs, None)))

@@ -23,7 +23,7 @@ from fedagg.algorithms import guard
 from fedagg.algorithms.fedagg import FedAgg
 from fedagg.clients import Clients, NoClients, Yardstick
 from fedagg.config import Config
-from fedagg.engines.base import Setting
+from fedagg.engines.base import Problem
 from fedagg.engines.threaded import Threaded
 from fedagg.faults import Faults
 from fedagg.flat import Model
@@ -704,8 +704,8 @@ def test_losses_that_alternate_have_no_trend() -> None:
 # --- what engines say of the last step --------------------------------------------------------------------------------
 
 
-def built(kind: str, setting: Setting) -> Any:
-    return Threaded(setting, 2) if kind == "threaded" else engines.build(kind, setting, Config(model="custom"))
+def built(kind: str, problem: Problem) -> Any:
+    return Threaded(problem, 2) if kind == "threaded" else engines.build(kind, problem, Config(model="custom"))
 
 
 TOLD = ("first", "behind", "loss", "delta")
@@ -718,13 +718,13 @@ def told(kind: str, dropout: float, behind: float) -> Any:
         network = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3))
     data = tiny.dataset()
     local = ClientOptions(epochs=2, batch_size=8)
-    setting = Setting(network, data.x_train, data.y_train, 3, local, torch.device("cpu"))
-    model = setting.layout.pack(network)
+    problem = Problem(network, data.x_train, data.y_train, 3, local, torch.device("cpu"))
+    model = problem.layout.pack(network)
     field = torch.randn(1, len(model.w), generator=torch.Generator().manual_seed(4))
     work = Work(rate=torch.tensor([0.1, 0.1]), own=0.4, field=field, mix=torch.full((2, 1), 0.6), behind=behind)
     sizes = (13, 8, 5, 30)
     jobs = [Job(i, torch.arange(30 * i, 30 * i + size), 2, 50 + i, i) for i, size in enumerate(sizes)]
-    chunks = list(built(kind, setting).run(model, work, jobs, None))
+    chunks = list(built(kind, problem).run(model, work, jobs, None))
     order = torch.tensor([job.client for chunk in chunks for job in chunk.jobs]).argsort()
     return SimpleNamespace(**{name: torch.cat([getattr(chunk, name) for chunk in chunks])[order] for name in TOLD})
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 pytest.importorskip("triton")
 
 from fedagg.engines import stacked
-from fedagg.engines.base import Setting
+from fedagg.engines.base import Problem
 from fedagg.engines.batched import Batched
 from fedagg.engines.conv import Loop
 from fedagg.engines.fused import (
@@ -245,10 +245,10 @@ def test_a_recurrent_network_makes_the_same_gradients() -> None:
     x = torch.randint(0, 7, (n * batch, 5), generator=torch.Generator().manual_seed(1))
     y = torch.arange(n * batch) % 7
     module = nn.Sequential(nn.Embedding(7, 4), LSTM(4, 6, layers=2), Last(), nn.Linear(6, 7))
-    setting = Setting(module, x, y, 7, ClientOptions(epochs=1, batch_size=batch), torch.device("cpu"))
+    problem = Problem(module, x, y, 7, ClientOptions(epochs=1, batch_size=batch), torch.device("cpu"))
     made = []
     for form in ("loop", "fused"):
-        network = StackedNetwork(setting, n, conv=form)
+        network = StackedNetwork(problem, n, conv=form)
         assert any(isinstance(place.layer, FusedRecurrent) for place in network.places) == (form == "fused")
         network.w.copy_(random(*network.w.shape, seed=2))
         made.append((network.gradient(x, y, torch.full((n, batch), 1 / batch)), network.g))
@@ -280,11 +280,11 @@ def test_the_engine_on_these_kernels(kind: str, local: dict[str, float], monkeyp
     module = nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3)
     )
-    setting = Setting(
+    problem = Problem(
         module, random(20, 1, 8, 8, seed=1), torch.arange(20) % 3, 3, ClientOptions(epochs=2, batch_size=4, **local),
         torch.device("cpu"),
     )  # fmt: skip
-    model, d = setting.layout.pack(module), setting.layout.d
+    model, d = problem.layout.pack(module), problem.layout.d
     work = Work(torch.tensor([0.3, 0.2]))
     if kind == "limited":
         work = replace(work, clip=0.7)
@@ -294,12 +294,12 @@ def test_the_engine_on_these_kernels(kind: str, local: dict[str, float], monkeyp
     memory = ClientMemory(d)
     for client in (0, 1):
         memory.write(client, 0.1 * random(d, seed=4 + client))
-    engine = Batched(setting, functools.partial(StackedNetwork, conv="fused"), padding=True)
+    engine = Batched(problem, functools.partial(StackedNetwork, conv="fused"), padding=True)
     (ours,) = engine.run(model, work, jobs, memory)
     (stage,) = engine.stages.values()
     assert stage.fused_step is not None
     assert [layer.w.shape[1:] for layer in stage.fused_step.held.values()] == [(8, 36)]
-    expected = {chunk.jobs[0].client: chunk for chunk in Sequential(setting).run(model, work, jobs, memory)}
+    expected = {chunk.jobs[0].client: chunk for chunk in Sequential(problem).run(model, work, jobs, memory)}
     for row, job in enumerate(ours.jobs):
         theirs = expected[job.client]
         assert close(ours.delta[row], theirs.delta[0], 1e-4)
@@ -338,12 +338,12 @@ def test_a_whole_network_makes_the_same_gradients(dtype: torch.dtype) -> None:
         nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64, 5),
     )  # fmt: skip
     x, y = random(n * batch, 3, 8, 8, seed=1), torch.arange(n * batch) % 5
-    setting = Setting(chain, x, y, 5, ClientOptions(epochs=1, batch_size=batch), torch.device("cpu"))
+    problem = Problem(chain, x, y, 5, ClientOptions(epochs=1, batch_size=batch), torch.device("cpu"))
     scale = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.5, 0.5, 0.0, 0.0]])
     made = []
     for form in ("loop", "fused"):
-        setting.half = form == "fused" and dtype == torch.float16
-        network = StackedNetwork(setting, n, conv=form)
+        problem.half = form == "fused" and dtype == torch.float16
+        network = StackedNetwork(problem, n, conv=form)
         if form == "fused":
             assert [type(layer).__name__ for layer in (place.layer for place in network.places)] == [
                 "Conv", "FusedNorm", "Conv", "FusedNorm", "ConvPool", "Flatten", "Linear"
@@ -363,30 +363,30 @@ def test_what_a_layer_is_given_in_evaluation(make: Callable[[], nn.Module]) -> N
     n, batch, module = 2, 3, make().eval()
     channels, side, head = (2, 8, "last.4") if hasattr(module, "last") else (3, 4, "head")
     x = random(n * batch, channels, side, side, seed=1)
-    setting = Setting(module, x, torch.arange(n * batch) % 3, 3, ClientOptions(epochs=1, batch_size=batch), torch.device("cpu"))
-    network = StackedNetwork(setting, n, conv="fused")
+    problem = Problem(module, x, torch.arange(n * batch) % 3, 3, ClientOptions(epochs=1, batch_size=batch), torch.device("cpu"))
+    network = StackedNetwork(problem, n, conv="fused")
     network.w.copy_(0.3 * random(*network.w.shape, seed=2))
     network.buffers.copy_(random(*network.buffers.shape, seed=3).abs() + 0.1)
     before = network.buffers.clone()
     ours = network.fed(head, x)
-    space, seen = Workspace(module, setting.layout, setting.device), []
+    space, seen = Workspace(module, problem.layout, problem.device), []
     space.module.get_submodule(head).register_forward_pre_hook(lambda _, given: seen.append(given[0].detach()))
     for row, images in enumerate(x.chunk(n)):
         space.load(Model(network.w[row], network.buffers[row]))
         space.module.eval()(images)
     assert close(ours, torch.stack(seen))
     assert torch.equal(network.buffers, before)
-    network.gradient(x, setting.y, torch.full((n, batch), 1 / batch))
+    network.gradient(x, problem.y, torch.full((n, batch), 1 / batch))
     assert not torch.equal(network.buffers, before)  # training goes on as before
 
 
 def test_a_network_with_branches_makes_the_same_gradients() -> None:
     n, batch = 2, 3
     x, y = random(n * batch, 2, 8, 8, seed=1), torch.arange(n * batch) % 3
-    setting = Setting(branched(), x, y, 3, ClientOptions(epochs=1, batch_size=batch), torch.device("cpu"))
+    problem = Problem(branched(), x, y, 3, ClientOptions(epochs=1, batch_size=batch), torch.device("cpu"))
     made = []
     for form in ("loop", "fused"):
-        network = StackedNetwork(setting, n, conv=form)
+        network = StackedNetwork(problem, n, conv=form)
         network.w.copy_(0.3 * random(*network.w.shape, seed=2))
         loss = network.gradient(x, y, torch.full((n, batch), 1 / batch))
         made.append((loss, network.g, network.buffers))
@@ -422,11 +422,11 @@ def test_channels_that_grow_in_one_piece_of_memory() -> None:
         torch.manual_seed(1)
         module = Dense()
     x, y = random(n * batch, 3, 4, 4, seed=1), torch.arange(n * batch) % 5
-    setting = Setting(module, x, y, 5, ClientOptions(epochs=1, batch_size=batch), torch.device("cpu"))
+    problem = Problem(module, x, y, 5, ClientOptions(epochs=1, batch_size=batch), torch.device("cpu"))
     scale = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.5, 0.5, 0.0, 0.0]])
     made = []
     for form in ("loop", "fused"):
-        network = StackedNetwork(setting, n, conv=form)
+        network = StackedNetwork(problem, n, conv=form)
         if form == "fused":
             joints = [type(place.layer).__name__ for place in network.places if isinstance(place.layer, Concatenate)]
             assert joints == ["Grow", "Grow", "Concatenate", "DirectConcatenate"]

@@ -202,6 +202,8 @@ def test_a_field_with_the_name_of_a_setting_is_refused() -> None:
 
     with pytest.raises(SettingError, match=r"algorithm = 'heavy': .*Heavy.momentum has the name of a setting of every run"):
         register("heavy")(Heavy)
+    with pytest.raises(SettingError, match=r"algorithm = 'Heavy': .*Heavy.momentum has the name of a setting of every run"):
+        fedagg.run(algorithm=Heavy(), rounds=1)
 
     @dataclass
     class Eager(Algorithm):

@@ -13,7 +13,7 @@ from torch.nn import functional
 import fedagg
 from fedagg import Dataset, models
 from fedagg.engines import Sequential, choose, stacked
-from fedagg.engines.base import Setting
+from fedagg.engines.base import Problem
 from fedagg.engines.batched import Batched
 from fedagg.engines.graph import traced
 from fedagg.engines.layers import GroupNorm
@@ -41,13 +41,13 @@ def tokens(rows: int, seed: int = 3) -> Tensor:
     return torch.randint(0, VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
 
 
-def setting(name: str, every: bool = False, **options: Any) -> Setting:
+def problem(name: str, every: bool = False, **options: Any) -> Problem:
     module = models.build(name, (LENGTH,), VOCABULARY, seed=1, tokens=every)
     x = tokens(sum(SIZES))
     y = tokens(sum(SIZES), seed=4)
     local = ClientOptions(epochs=2, batch_size=4, **options)
     loss: dict[str, Any] = {"loss": token_loss} if every else {}
-    return Setting(module, x, y if every else y[:, 0], VOCABULARY, local, torch.device("cpu"), **loss)
+    return Problem(module, x, y if every else y[:, 0], VOCABULARY, local, torch.device("cpu"), **loss)
 
 
 def token_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def test_the_lstm_is_torchs(layers: int) -> None:
 @pytest.mark.parametrize("kind", ["mixed", "trace"])
 @pytest.mark.parametrize("name", NAMES)
 def test_forms_agree_with_the_plain_engine(name: str, kind: str, tiny: None) -> None:
-    s = setting(name)
+    s = problem(name)
     assert stacked.supported(s)
     work, model, jobs = works(s.layout.d)[kind], s.layout.pack(s.module), job_list()
     expected = list(Sequential(s).run(model, work, jobs, None))
@@ -133,7 +133,7 @@ def test_forms_agree_with_the_plain_engine(name: str, kind: str, tiny: None) -> 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_forms_agree_on_a_label_a_token(name: str, tiny: None) -> None:
-    s = setting(name, every=True, momentum=0.9)
+    s = problem(name, every=True, momentum=0.9)
     work, model, jobs = works(s.layout.d)["plain"], s.layout.pack(s.module), job_list()
     expected = list(Sequential(s).run(model, work, jobs, None))
     for engine in forms(s).values():
@@ -143,7 +143,7 @@ def test_forms_agree_on_a_label_a_token(name: str, tiny: None) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_half_precision_is_near(name: str, tiny: None) -> None:
     """In bfloat16, eight bits of a product are right."""
-    s = setting(name)
+    s = problem(name)
     work, model, jobs = works(s.layout.d)["plain"], s.layout.pack(s.module), job_list()
     expected = list(Sequential(s).run(model, work, jobs, None))
     s.half = True
@@ -152,12 +152,12 @@ def test_half_precision_is_near(name: str, tiny: None) -> None:
 
 def test_what_auto_picks_on_a_cpu(tiny: None) -> None:
     options = fedagg.Config(model="char-lstm", threads=2)
-    lstm, transformer = (choose.pick(setting(name), options) for name in NAMES)
+    lstm, transformer = (choose.pick(problem(name), options) for name in NAMES)
     assert isinstance(lstm, Threaded)
     assert lstm.note == "2 clients at a time, one thread and core each (recurrent layers can keep one core busy, but not several)"
     assert transformer.note.endswith("(no autograd; attention can keep one core busy, but not several)")
     work = Work(rate=torch.full((2,), 0.1, dtype=torch.float64))
-    for s, engine in ((setting(name), choose.pick(setting(name), options)) for name in NAMES):
+    for s, engine in ((problem(name), choose.pick(problem(name), options)) for name in NAMES):
         model = s.layout.pack(s.module)
         assert_same(list(engine.run(model, work, job_list(), None)), list(Sequential(s).run(model, work, job_list(), None)))
 
@@ -179,7 +179,7 @@ def grouped() -> nn.Sequential:
 def test_group_normalisation_agrees(kind: str) -> None:
     generator = torch.Generator().manual_seed(3)
     x, y = torch.rand(sum(SIZES), 2, 8, 8, generator=generator), torch.randint(0, 3, (sum(SIZES),), generator=generator)
-    s = Setting(grouped(), x, y, 3, ClientOptions(epochs=2, batch_size=4), torch.device("cpu"))
+    s = Problem(grouped(), x, y, 3, ClientOptions(epochs=2, batch_size=4), torch.device("cpu"))
     assert any(isinstance(place.layer, GroupNorm) for place in stacked.StackedNetwork(s, 2).places)
     work, model = works(s.layout.d)[kind], s.layout.pack(s.module)
     expected = list(Sequential(s).run(model, work, job_list(), None))

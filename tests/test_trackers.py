@@ -117,6 +117,24 @@ def test_a_store_that_goes_away_does_not_take_the_run_with_it(tmp_path: Path, mo
     assert [said[:2] for said in fake.said] == [("init", "fedagg"), ("log", 1), ("log", 2)]
 
 
+def test_a_tracker_is_a_callback_like_any_other(tmp_path: Path) -> None:
+    class Enough:
+        def __init__(self, folder: Path) -> None:
+            self.reason = f"enough for {folder.name}"
+
+        def round_done(self, row: dict[str, Any]) -> bool:
+            return bool(row["round"] == 2)
+
+    trackers.TRACKERS["enough"], trackers.TRACKERS["deaf"] = Enough, lambda folder: object()  # type: ignore[assignment, return-value]
+    try:
+        result = fedagg.run(Config(**SMALL), callbacks=[trackers.make("enough", tmp_path / "one")])
+        with pytest.raises(SettingError, match="give an object with some of the methods"):
+            trackers.make("deaf", tmp_path)
+    finally:
+        del trackers.TRACKERS["enough"], trackers.TRACKERS["deaf"]
+    assert (len(result.history), result.stopped) == (2, "enough for one")
+
+
 class NoKey(FakeWandB):
     """The library where nobody has logged in."""
 

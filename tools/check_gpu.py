@@ -248,7 +248,7 @@ TEXT = (lstm, transformer)
 
 def networks(bench: Bench) -> Iterator[Row]:
     """Gradient, loss and running statistics of two clients, one of which has padding in its batch."""
-    from fedagg.engines.base import Setting
+    from fedagg.engines.base import Problem
     from fedagg.engines.stacked import StackedNetwork
     from fedagg.flat import Model
     from fedagg.work import ClientOptions
@@ -266,20 +266,20 @@ def networks(bench: Bench) -> Iterator[Row]:
             scale = torch.zeros(n, batch, device=bench.device)
             for row, count in zip(scale, live, strict=True):
                 row[:count] = 1 / count
-            setting = Setting(module, x, y, 5, ClientOptions(epochs=1, batch_size=batch), bench.device, half=precision == "short")
-            network = StackedNetwork(setting, n, conv="fused")
+            problem = Problem(module, x, y, 5, ClientOptions(epochs=1, batch_size=batch), bench.device, half=precision == "short")
+            network = StackedNetwork(problem, n, conv="fused")
             if precision == "short":
                 network.dtype = bench.short
-            network.w.copy_(setting.layout.pack(module).w.to(bench.device).expand(n, -1))
+            network.w.copy_(problem.layout.pack(module).w.to(bench.device).expand(n, -1))
             network.w.add_(bench.random(*network.w.shape), alpha=0.02)
             network.buffers.fill_(1.0)
             begin = network.buffers.clone()
             wanted, rounded = [], []
             for i, count in enumerate(live):
                 model, at = Model(network.w[i].double(), begin[i]), slice(i * batch, i * batch + count)
-                wanted.append(autograd(module, setting.layout, model, x[at], y[at], torch.float64))
+                wanted.append(autograd(module, problem.layout, model, x[at], y[at], torch.float64))
                 if bench.cuda:
-                    rounded.append(autograd(module, setting.layout, model, x[at], y[at], torch.float32, precision == "short"))
+                    rounded.append(autograd(module, problem.layout, model, x[at], y[at], torch.float32, precision == "short"))
             made = []
             for _ in range(2):
                 network.g.fill_(torch.nan)

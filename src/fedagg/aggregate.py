@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedagg.errors import unknown
+from fedagg.work import Team
 
 OUTLIER_OCTAVES = 3  # a client is left out if it moved more than 8 to 16 times the median per step
 FAR = "moved absurdly far"
@@ -61,12 +62,6 @@ class Combiner(Protocol):
     def total(self, valid: Sequence[bool]) -> Tensor: ...
 
     def together(self, team: Team, mine: Sequence[int], valid: Sequence[bool], empty: Tensor) -> Tensor: ...
-
-
-class Team(Protocol):
-    """The processes of a run, as far as combining needs them."""
-
-    def sum(self, tensor: Tensor) -> Tensor: ...
 
 
 @dataclass

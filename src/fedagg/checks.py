@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from fedagg import partition, plugins, seeding
-from fedagg.algorithms.base import LR, REGISTRY, Algorithm
+from fedagg.algorithms.base import LR, REGISTRY, Algorithm, check_names
 from fedagg.config import FROM_PYTHON, Config, make, read, resolve
 from fedagg.data import Dataset
 from fedagg.errors import SettingError, first_line
@@ -105,6 +105,7 @@ def path(setting: str, value: object) -> Path | None:
 def method(algorithm: Algorithm | str | None, settings: dict[str, Any]) -> Algorithm | None:
     """The algorithm, if given as an object; else None, because a name is a setting."""
     if isinstance(algorithm, Algorithm):
+        check_names(type(algorithm).__name__, type(algorithm))
         return algorithm
     if isinstance(algorithm, type):
         raise SettingError("algorithm", algorithm.__name__, f"is a class; give an object, {algorithm.__name__}(...), or a name")

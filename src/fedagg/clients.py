@@ -12,15 +12,13 @@ from torch import Tensor
 
 from fedagg import seeding, wire
 from fedagg.aggregate import Combiner, combiner, judge, usual_length
-from fedagg.engines.base import Engine
-from fedagg.engines.distributed import Team
 from fedagg.errors import FedaggError, SettingError
 from fedagg.faults import Faults
 from fedagg.flat import Model
 from fedagg.meanfield import MeanField
 from fedagg.memory import ClientMemory
 from fedagg.quantize import Downlink
-from fedagg.work import Chunk, ClientOptions, Job, Report, Work
+from fedagg.work import Chunk, ClientOptions, Engine, Job, Report, Team, Work
 
 SMALL_STEP = 0.01  # of the model's length
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedagg import seeding
-from fedagg.engines.base import Setting
+from fedagg.engines.base import Problem
 from fedagg.engines.batched import activations
 from fedagg.errors import FedaggError
 from fedagg.flat import Model, Workspace
@@ -24,11 +24,11 @@ ROOM = 4 << 30  # bytes that the layers' outputs of one batch may take on a GPU
 WORST = 0.1  # share of the clients whose mean is reported beside the mean of all
 
 
-def batch_size(setting: Setting) -> int:
+def batch_size(problem: Problem) -> int:
     """Test samples at a time: on a GPU enough to keep it busy, for deep networks as many as fit beside the training. This depends
     on the network only, not on the free memory, so that sums are the same every time."""
-    most = BATCH[setting.device.type]
-    return most if setting.device.type == "cpu" else max(1, min(most, ROOM // (4 * max(1, activations(setting)))))
+    most = BATCH[problem.device.type]
+    return most if problem.device.type == "cpu" else max(1, min(most, ROOM // (4 * max(1, activations(problem)))))
 
 
 def split_rows(rows: Tensor, size: int) -> list[Tensor]:
@@ -40,11 +40,11 @@ def split_rows(rows: Tensor, size: int) -> list[Tensor]:
 class Evaluator:
     """Evaluates a model on samples, by the task's loss and metrics."""
 
-    def __init__(self, setting: Setting, x: Tensor, y: Tensor, task: Task = CLASSIFICATION) -> None:
-        self.setting, self.task = setting, task
-        self.space = Workspace(setting.module, setting.layout, setting.device)
-        self.x, self.y = x.to(setting.device), y.to(setting.device)
-        self.batch = batch_size(setting)
+    def __init__(self, problem: Problem, x: Tensor, y: Tensor, task: Task = CLASSIFICATION) -> None:
+        self.problem, self.task = problem, task
+        self.space = Workspace(problem.module, problem.layout, problem.device)
+        self.x, self.y = x.to(problem.device), y.to(problem.device)
+        self.batch = batch_size(problem)
         self.careful = True  # pass copies until it is known that the module does not change its input
 
     @torch.no_grad()
@@ -58,7 +58,7 @@ class Evaluator:
             given = (x.clone(), y.clone()) if self.careful else (x, y)
             before = [part._version for part in given]
             output = self.space.module(given[0])
-            losses.append(self.setting.loss(output, given[1]))
+            losses.append(self.problem.loss(output, given[1]))
             for metric, found in zip(self.task.metrics, tallies, strict=True):
                 found.append(metric.tally(output, y).double().T)
             wrote |= before != [part._version for part in given]
@@ -95,13 +95,13 @@ class LabelWeightedTest:
     @functools.cached_property
     def present(self) -> Tensor:
         """Test samples of each class, (classes,)."""
-        return torch.bincount(self.evaluator.y, minlength=self.evaluator.setting.classes).double()
+        return torch.bincount(self.evaluator.y, minlength=self.evaluator.problem.classes).double()
 
     def weights(self, client: int) -> Tensor:
         """The weight of a test sample of each class for a client, (classes,)."""
-        setting = self.evaluator.setting
-        own = torch.as_tensor(np.asarray(self.parts[client]), dtype=torch.int64).to(setting.device)
-        wanted = torch.bincount(setting.y[own], minlength=setting.classes).double()
+        problem = self.evaluator.problem
+        own = torch.as_tensor(np.asarray(self.parts[client]), dtype=torch.int64).to(problem.device)
+        wanted = torch.bincount(problem.y[own], minlength=problem.classes).double()
         return wanted / self.present.clamp_min(1)
 
     def score(self, model: Model, client: int) -> float:
@@ -116,7 +116,7 @@ class LabelWeightedTest:
 
     def scores(self, model: Model) -> list[float]:
         _, (tally, *_) = self.evaluator.samples(model)
-        chosen = torch.nn.functional.one_hot(self.evaluator.y, self.evaluator.setting.classes).double()
+        chosen = torch.nn.functional.one_hot(self.evaluator.y, self.evaluator.problem.classes).double()
         by_class = tally @ chosen  # a product, because a scatter on a GPU adds in no fixed order
         return [self.evaluator.task.metric.score(sums) for sums in (self.table @ by_class.T).cpu()]
 
@@ -124,17 +124,17 @@ class LabelWeightedTest:
 class HeldOutTest:
     """Test samples that each client holds out from its own."""
 
-    def __init__(self, setting: Setting, held: Sequence[Any], task: Task) -> None:
-        self.setting, self.held, self.task = setting, [torch.as_tensor(np.asarray(part), dtype=torch.int64) for part in held], task
+    def __init__(self, problem: Problem, held: Sequence[Any], task: Task) -> None:
+        self.problem, self.held, self.task = problem, [torch.as_tensor(np.asarray(part), dtype=torch.int64) for part in held], task
         every = torch.cat(self.held)
-        self.evaluator = Evaluator(setting, setting.x[every.to(setting.device)], setting.y[every.to(setting.device)], task)
+        self.evaluator = Evaluator(problem, problem.x[every.to(problem.device)], problem.y[every.to(problem.device)], task)
         self.sizes = [len(part) for part in self.held]
 
     def score(self, model: Model, client: int) -> float:
         if not self.sizes[client]:
             return math.nan
-        at = self.held[client].to(self.setting.device)
-        _, (tally, *_) = Evaluator(self.setting, self.setting.x[at], self.setting.y[at], self.task).samples(model)
+        at = self.held[client].to(self.problem.device)
+        _, (tally, *_) = Evaluator(self.problem, self.problem.x[at], self.problem.y[at], self.task).samples(model)
         return self.task.metric.score(tally.sum(1).cpu())
 
     def scores(self, model: Model) -> list[float]:

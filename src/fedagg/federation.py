@@ -25,7 +25,7 @@ from fedagg.clients import Clients
 from fedagg.config import Config
 from fedagg.data import Dataset, is_path, load
 from fedagg.data.mapped import READING
-from fedagg.engines.base import Setting, set_precision
+from fedagg.engines.base import Problem, set_precision
 from fedagg.engines.distributed import Team
 from fedagg.errors import FedaggError, FedaggWarning, SettingError
 from fedagg.evaluate import ByClient, Evaluator
@@ -233,15 +233,15 @@ class Simulation:
         algorithm = algorithms.build(config.method if method is None else method, config.flat())
         checks.check_task(config, algorithm, self.task)
         self.server = Server(config, algorithm, self.module, self.device)
-        setting = Setting(
+        problem = Problem(
             self.module, self.data.x_train, self.data.y_train, self.data.classes, self.server.options, self.device, loss
         )
-        engine = engines.build(config.engine, setting, config)
+        engine = engines.build(config.engine, problem, config)
         self.team: Team | None = getattr(engine, "team", None)
         self.engine = engine if wrap is None else wrap(engine)
-        self.evaluator = Evaluator(setting, self.data.x_test, self.data.y_test, self.task)
+        self.evaluator = Evaluator(problem, self.data.x_test, self.data.y_test, self.task)
         self.by_client: ByClient = (
-            evaluate.LabelWeightedTest(self.evaluator, parts) if held is None else evaluate.HeldOutTest(setting, held, self.task)
+            evaluate.LabelWeightedTest(self.evaluator, parts) if held is None else evaluate.HeldOutTest(problem, held, self.task)
         )
         self.memory = client_memory(config, self.server) if self.server.algorithm.remembers else None
         who = functools.partial(range, config.clients)

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fedagg.engines.distributed import Team
 from fedagg.errors import SettingError
 from fedagg.files import reason
+from fedagg.work import Team
 
 MUCH = 4 << 30  # bytes that all clients together may remember unless the user asks for more
 

@@ -1,6 +1,6 @@
 """Live tracking of a run: TensorBoard, MLflow or Weights & Biases, each a callback and an optional extra.
 
-A tracker is a `fedagg.federation.Callback` with three methods. You can write your own and give it to `fedagg.run`.
+A tracker is a `fedagg.federation.Callback`. You can write your own and give it to `fedagg.run`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from fedagg import files
+from fedagg.checks import check_callbacks
 from fedagg.config import Config
 from fedagg.errors import FedaggError, FedaggWarning, first_line
-from fedagg.federation import Callback
+from fedagg.federation import Callback, tell
+from fedagg.measure import Measure
 from fedagg.registry import Registry
 from fedagg.result import Result
 
@@ -29,7 +31,9 @@ def split_names(track: str | None) -> list[str]:
 
 def make(name: str, folder: Path) -> Callback:
     """The tracker of that name; its files go under `folder`."""
-    return Tolerant(name, TRACKERS.find(name)(folder))
+    tracker = TRACKERS.find(name)(folder)
+    check_callbacks([tracker])
+    return Tolerant(name, tracker)
 
 
 def scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -77,23 +81,35 @@ class Tolerant:
     def __init__(self, name: str, tracker: Callback) -> None:
         self.name, self.tracker, self.works = name, tracker, True
 
-    def started(self, config: Config, done: int) -> None:
-        self.tracker.started(config, done)
+    @property
+    def reason(self) -> str:
+        return getattr(self.tracker, "reason", "") or self.name
 
-    def round_done(self, row: dict[str, Any]) -> None:
-        self.tell(self.tracker.round_done, row)
+    def judged(self, measure: Measure) -> None:
+        tell([self.tracker], "judged", measure)
+
+    def started(self, config: Config, done: int) -> None:
+        tell([self.tracker], "started", config, done)
+
+    def resumed(self, history: list[dict[str, Any]]) -> bool:
+        return self.tell("resumed", history)
+
+    def round_done(self, row: dict[str, Any]) -> bool:
+        return self.tell("round_done", row)
 
     def finished(self, result: Result) -> None:
-        self.tell(self.tracker.finished, result)
+        self.tell("finished", result)
 
-    def tell(self, listen: Callable[[Any], object], what: object) -> None:
+    def tell(self, method: str, what: object) -> bool:
+        """Call this method of the tracker, if it has one. Does it end the run?"""
         if self.works:
             try:
-                listen(what)
+                return tell([self.tracker], method, what) is not None
             except Exception as error:
                 self.works = False
                 words = f"track = {self.name!r}: {first_line(error).rstrip('.')}; the run continues without it"
-                warnings.warn(words, FedaggWarning, stacklevel=2)
+                warnings.warn(words, FedaggWarning, stacklevel=3)
+        return False
 
 
 class TensorBoard:

@@ -6,7 +6,7 @@ results. No engine knows an algorithm by name, and no algorithm knows how many c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from fedagg import augment, seeding
 from fedagg.errors import SettingError
-from fedagg.flat import Layout
+from fedagg.flat import Layout, Model
 from fedagg.meanfield import bound_rates
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -239,3 +239,19 @@ class Memory(Protocol):
     """Per-client vectors that outlive a round (FedDyn's g_k, SCAFFOLD's c_i)."""
 
     def read(self, clients: Sequence[int]) -> Tensor: ...
+
+
+class Engine(Protocol):
+    """Trains clients. `note` says which form was chosen and why, for the record."""
+
+    note: str
+
+    def run(self, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> Iterator[Chunk]: ...
+
+
+class Team(Protocol):
+    """The processes of a distributed run."""
+
+    def sum(self, tensor: Tensor) -> Tensor: ...
+
+    def most(self, tensor: Tensor) -> Tensor: ...

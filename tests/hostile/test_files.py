@@ -17,7 +17,7 @@ import tiny
 from fedagg.config import read
 from fedagg.data import load
 from fedagg.engines import batched, stacked
-from fedagg.engines.base import Setting
+from fedagg.engines.base import Problem
 from fedagg.engines.batched import Batched
 from fedagg.errors import FedaggError, FedaggWarning, SettingError
 from fedagg.work import ClientOptions, Job
@@ -79,16 +79,16 @@ def test_where_clients_vectors_live_and_how_often_is_looked_may_change(tmp_path:
 def test_who_trains_together_does_not_depend_on_the_memory_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.Linear(6, 3)
     data = tiny.dataset()
-    setting = Setting(module, data.x_train, data.y_train, 3, ClientOptions(epochs=1, batch_size=4), torch.device("cpu"))
+    problem = Problem(module, data.x_train, data.y_train, 3, ClientOptions(epochs=1, batch_size=4), torch.device("cpu"))
     jobs = [Job(client, torch.arange(8), 1, client) for client in range(8)]
-    monkeypatch.setattr(batched, "activations", lambda setting: 1 << 24)  # a handful of such clients is 4 GiB
+    monkeypatch.setattr(batched, "activations", lambda problem: 1 << 24)  # a handful of such clients is 4 GiB
     sizes = set()
     for pages in (1 << 10, 1 << 16, 1 << 30):
         real = batched.os.sysconf
         monkeypatch.setattr(
             batched.os, "sysconf", lambda name, pages=pages, real=real: pages if name == "SC_AVPHYS_PAGES" else real(name)
         )
-        groups = Batched(setting, stacked.StackedNetwork).groups(jobs)
+        groups = Batched(problem, stacked.StackedNetwork).groups(jobs)
         sizes.add(tuple(len(group) for group in groups))
     assert len(sizes) == 1
 
@@ -97,7 +97,7 @@ def test_a_batch_size_beyond_the_data_takes_no_more_room() -> None:
     data = tiny.dataset()
     rooms = {
         Batched(
-            Setting(nn.Linear(6, 3), data.x_train, data.y_train, 3, ClientOptions(1, size), torch.device("cpu")),
+            Problem(nn.Linear(6, 3), data.x_train, data.y_train, 3, ClientOptions(1, size), torch.device("cpu")),
             stacked.StackedNetwork,
         ).room()
         for size in (120, 10**12)

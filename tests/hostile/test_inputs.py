@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fedagg
 from fedagg import evaluate
 from fedagg.data import load
-from fedagg.engines.base import Setting
+from fedagg.engines.base import Problem
 from fedagg.errors import SettingError
 from fedagg.flat import Layout
 from fedagg.work import ClientOptions
@@ -141,8 +141,8 @@ def test_no_test_sample_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(evaluate.BATCH, "cpu", 19)
     result = fedagg.run(data=data(), model=Squeezed(), **FEW)  # 20 test samples
     module = nn.Linear(4, 3)
-    setting = Setting(module, torch.from_numpy(X), torch.from_numpy(Y), 3, ClientOptions(1, 8), torch.device("cpu"))
-    evaluator = evaluate.Evaluator(setting, torch.from_numpy(X[:39]), torch.from_numpy(Y[:39]))
+    problem = Problem(module, torch.from_numpy(X), torch.from_numpy(Y), 3, ClientOptions(1, 8), torch.device("cpu"))
+    evaluator = evaluate.Evaluator(problem, torch.from_numpy(X[:39]), torch.from_numpy(Y[:39]))
     hits = module(torch.from_numpy(X[:39])).argmax(1) == torch.from_numpy(Y[:39])
     assert torch.equal(evaluator.samples(Layout(module).pack(module))[1][0][0], hits.double())
     assert 0 <= result.accuracy <= 1

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fedagg
-from fedagg.engines.base import Setting
+from fedagg.engines.base import Problem
 from fedagg.engines.graph import traced
 from fedagg.engines.trial import Trial
 from fedagg.engines.vmapped import VmappedNetwork
@@ -405,17 +405,17 @@ def test_a_loss_sees_one_client_at_a_time(engine: str, loss: Any) -> None:
 # --- the trial itself ---------------------------------------------------------------------------------------------------
 
 
-def setting(module: nn.Module) -> Setting:
+def problem(module: nn.Module) -> Problem:
     x, y = torch.from_numpy(X), torch.from_numpy(Y)
-    return Setting(module, x, y, 3, ClientOptions(epochs=1, batch_size=16), torch.device("cpu"))
+    return Problem(module, x, y, 3, ClientOptions(epochs=1, batch_size=16), torch.device("cpu"))
 
 
 def test_dropout_is_tried_at_zero_and_still_known() -> None:
     module = nn.Sequential(nn.Linear(20, 8), nn.Dropout(0.5), nn.Linear(8, 3))
-    trial = Trial(setting(module))
+    trial = Trial(problem(module))
     assert trial.draws
     assert module[1].p == 0.5
     assert trial.passed(VmappedNetwork, padded=True)
-    broken = Trial(setting(module))
+    broken = Trial(problem(module))
     broken.model.w.mul_(1.5)  # as a form that starts from other weights would
     assert not broken.passed(VmappedNetwork, padded=True)

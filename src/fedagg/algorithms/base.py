@@ -102,18 +102,24 @@ register = REGISTRY.register
 
 def check_class(name: str, method: type[Algorithm]) -> None:
     """Refuse a method with another default for `lr`, or with an option that is named like a setting or has no default."""
-    from fedagg.settings import Settings  # imported here: methods need only torch, registering them needs more
-
-    declared(method)
+    check_names(name, method)
     for one in fields(method):
         if one.name == "lr" and one.default != LR:
             words = f"{origin(method)}.lr is a setting of every run, {LR:g} by default; scale it by an option of another name"
             raise SettingError("algorithm", name, words)
+        if one.init and one.default is MISSING and one.default_factory is MISSING:
+            raise SettingError("algorithm", name, f"{origin(method)}.{one.name} has no default; give it one")
+
+
+def check_names(name: str, method: type[Algorithm]) -> None:
+    """Refuse an option that is named like a setting: giving one would change the other."""
+    from fedagg.settings import Settings  # imported here: methods need only torch, registering them needs more
+
+    declared(method)
+    for one in fields(method):
         if one.init and one.name in {"options", *Settings.model_fields} and one.name != "lr":
             words = f"{origin(method)}.{one.name} has the name of a setting of every run; choose another name for the field"
             raise SettingError("algorithm", name, words)
-        if one.init and one.default is MISSING and one.default_factory is MISSING:
-            raise SettingError("algorithm", name, f"{origin(method)}.{one.name} has no default; give it one")
 
 
 def options(name: str, settings: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from fedagg import algorithms, engines
 from fedagg.bench.task import Task
 from fedagg.clients import Clients
 from fedagg.config import make
-from fedagg.engines.base import Setting, set_precision
+from fedagg.engines.base import Problem, set_precision
 from fedagg.work import ClientOptions
 
 
@@ -19,12 +19,12 @@ def run(engine_name: str, task: Task, tick: Callable[[], None], ready: Callable[
     config = make({"algorithm": "fedavg", "lr": task.lr, "precision": task.precision})
     local = ClientOptions(epochs=task.epochs, batch_size=task.batch_size)
     device, module, (x, y) = torch.device(task.device), task.module(), task.data()
-    setting = Setting(module, x, y, task.classes, local, device)
+    problem = Problem(module, x, y, task.classes, local, device)
     method = algorithms.build("fedavg", {"lr": task.lr})
-    now = setting.layout.pack(module).to(device)
-    method.start(now, module, setting.layout)
+    now = problem.layout.pack(module).to(device)
+    method.start(now, module, problem.layout)
     set_precision(task.precision)
-    engine = engines.build(engine_name, setting, config)
+    engine = engines.build(engine_name, problem, config)
     ready(engine.note)
     for t in range(task.rounds + 1):
         clients = Clients(

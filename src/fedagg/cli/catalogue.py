@@ -108,7 +108,8 @@ def options(method: str) -> Table:
 
     kind = REGISTRY.find(method)
     signs = dict(zip(LIMITS, (">", "≥", "<", "≤"), strict=True))
-    table = Table(title=f"{method}: {first(kind_doc(kind))}", title_justify="left")
+    nothing = None if declared(kind) else "no options of its own"
+    table = Table(title=f"{method}: {first(kind_doc(kind))}", title_justify="left", caption=nothing)
     for column in ("option", "default", "allowed", "meaning"):
         table.add_column(column)
     for name, about in declared(kind).items():

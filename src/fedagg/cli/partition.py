@@ -37,7 +37,7 @@ def partition(
     *,
     dataset: Annotated[str | None, typer.Option(help="the data set (default mnist-mini)", show_default=False)] = None,
     labels: Annotated[Path | None, typer.Option(help="your own labels, .csv or .npy", show_default=False)] = None,
-    name: Annotated[str | None, typer.Option("--partition", help="iid, shards, dirichlet (default), dirichlet-class")] = None,
+    name: Annotated[str | None, typer.Option("--partition", help="the split: see `fedagg list` (default dirichlet)")] = None,
     sigma: Annotated[float | None, typer.Option(help="concentration (default 0.6)", show_default=False)] = None,
     shards: Annotated[int | None, typer.Option(help="shards per client (default 2)", show_default=False)] = None,
     clients: Annotated[int | None, typer.Option(help="number of clients (default 100)", show_default=False)] = None,

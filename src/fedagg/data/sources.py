@@ -429,8 +429,8 @@ def _download(name: str, folder: Path) -> None:
             else:
                 archive = _retrieve([source.archive.url], source.archive.hash, scratch)
                 files = [_file(source, path) for path in missing]
-                for path, arrived in zip(missing, extract(archive, source.archive.folder, files, scratch), strict=True):
-                    _place(name, arrived, path)
+                for path, extracted in zip(missing, extract(archive, source.archive.folder, files, scratch), strict=True):
+                    _place(name, extracted, path)
     except (OSError, ValueError) as error:
         # ValueError is how pooch reports a wrong hash; every failure of the network is an OSError.
         why = "was downloaded with a wrong hash" if isinstance(error, ValueError) else "could not be downloaded"
@@ -453,10 +453,10 @@ def _retrieve(urls: Sequence[str], known_hash: str, scratch: Path) -> Path:
     return Path(str(pooch.retrieve(urls[-1], known_hash, fname=urls[-1].rsplit("/", 1)[-1], path=scratch)))
 
 
-def _place(name: str, arrived: Path, path: Path) -> None:
-    if not _right(SOURCES[name], arrived):
+def _place(name: str, new: Path, path: Path) -> None:
+    if not _right(SOURCES[name], new):
         raise DataError(_missing(name, path, "was downloaded, but its content is not what was published"))
-    os.replace(arrived, path)
+    os.replace(new, path)
 
 
 def extract(archive: Path, folder: str, wanted: Sequence[File], into: Path) -> list[Path]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from fedagg.engines.base import Engine, Setting
+from fedagg.engines.base import Problem
 from fedagg.engines.choose import build
 from fedagg.engines.sequential import Sequential
+from fedagg.work import Engine
 
-__all__ = ["Engine", "Sequential", "Setting", "build"]
+__all__ = ["Engine", "Problem", "Sequential", "build"]

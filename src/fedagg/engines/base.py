@@ -1,24 +1,23 @@
-"""What all engines share: the objects they work on, their interface, and the client's optimiser."""
+"""What all engines share: the object they work on, and the client's optimiser."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fedagg.engines.graph import Node
 from fedagg.errors import SettingError
-from fedagg.flat import Layout, Model, Workspace
-from fedagg.work import Chunk, ClientOptions, Job, Loss, Memory, Work, cross_entropy
+from fedagg.flat import Layout, Workspace
+from fedagg.work import ClientOptions, Loss, cross_entropy
 
 
 @dataclass
-class Setting:
+class Problem:
     """What an engine works on: the network, the training data on its device, and the local options."""
 
     module: nn.Module
@@ -63,14 +62,6 @@ def exact_products() -> Iterator[None]:
     with switches_restored():
         set_precision("fp32")
         yield
-
-
-class Engine(Protocol):
-    """Trains clients. `note` says which form was chosen and why, for the record."""
-
-    note: str
-
-    def run(self, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> Iterator[Chunk]: ...
 
 
 TINY = 1e-12  # replaces a norm of zero
@@ -143,17 +134,17 @@ def class_sums(features: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, 
 
 
 @torch.no_grad()
-def class_means(space: Workspace, setting: Setting, head: str, samples: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+def class_means(space: Workspace, problem: Problem, head: str, samples: Tensor, batch: int) -> tuple[Tensor, Tensor]:
     """Per-class means of the input of the head of the model in `space`, (classes, features), and samples per class, (classes,)."""
     seen: list[Tensor] = []
     hook = space.module.get_submodule(head).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     space.module.eval()
     for part in samples.split(batch):
-        space.module(setting.x[part])
+        space.module(problem.x[part])
     hook.remove()
     features = torch.cat(seen)
     if features.dim() != 2:
         words = f"is given {tuple(features.shape[1:])} for a sample and not a row of numbers: name a layer behind the flattening"
         raise SettingError("head", head, words)
-    sums, counts = (part.to(features.dtype) for part in class_sums(features, setting.y[samples], setting.classes))
+    sums, counts = (part.to(features.dtype) for part in class_sums(features, problem.y[samples], problem.classes))
     return sums / counts.clamp_min(1)[:, None], counts

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 
 from fedagg import seeding
 from fedagg.augment import augmented
-from fedagg.engines.base import Engine, Setting, Stepper, class_means, class_sums, exact_products
+from fedagg.engines.base import Problem, Stepper, class_means, class_sums, exact_products
 from fedagg.engines.layers import Linear
 from fedagg.engines.sequential import Sequential
 from fedagg.engines.vmapped import VmappedNetwork
 from fedagg.errors import FedaggWarning, SettingError, first_line
 from fedagg.flat import Model, Workspace, copy_module
-from fedagg.work import Chunk, Client, ClientLoss, Job, LocalStep, Memory, State, Work
+from fedagg.work import Chunk, Client, ClientLoss, Engine, Job, LocalStep, Memory, State, Work
 
 if TYPE_CHECKING:
     from fedagg.engines.fused import FusedStep
@@ -139,16 +139,16 @@ class Stage:
     shape: Shape
     network: Network
     capacity: int  # the schedule's capacity in steps
-    setting: Setting
+    problem: Problem
     graph: torch.cuda.CUDAGraph | None = None
 
     def __post_init__(self) -> None:
-        n, batch, d, device = self.shape.n, self.shape.batch, self.setting.layout.d, self.setting.device
+        n, batch, d, device = self.shape.n, self.shape.batch, self.problem.layout.d, self.problem.device
         self.order = torch.zeros(self.capacity, n, batch, dtype=torch.int64, device=device)
         self.scale = torch.zeros(self.capacity, n, batch, device=device)
-        self.drawn = torch.zeros_like(self.order) if self.setting.local.augment != "none" else None
+        self.drawn = torch.zeros_like(self.order) if self.problem.local.augment != "none" else None
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
-        self.x = self.setting.x.new_empty(n * batch, *self.setting.x.shape[1:])
+        self.x = self.problem.x.new_empty(n * batch, *self.problem.x.shape[1:])
         self.rate = torch.zeros(n, 1, device=device)
         self.loss = torch.zeros(n, device=device)
         self.own, self.prox = torch.ones(n, 1, device=device), torch.zeros((), device=device)
@@ -159,14 +159,14 @@ class Stage:
         self.memory = torch.zeros(n, self.network.w.stride(0), device=device)[:, :d] if self.shape.memory else None
         self.mean = torch.zeros(n, d, device=device) if self.shape.trace else None
         self.custom = Custom(Client(self.start))
-        self.stepper = Stepper(self.setting.local, self.network.w, float(self.shape.clip))
+        self.stepper = Stepper(self.problem.local, self.network.w, float(self.shape.clip))
         self.parts: dict[int, Stage] = {}
         self.choose_forms()
 
     def choose_forms(self) -> None:
         """How the step is made, with fewest passes over the weights."""
         plain = self.stepper.m is None and not self.shape.step
-        bare = plain and not self.stepper.limits and not self.setting.local.weight_decay
+        bare = plain and not self.stepper.limits and not self.problem.local.weight_decay
         terms = (self.shape.shift, self.shape.prox, self.shape.memory, self.shape.mask)
         self.bare = bare and not any(terms)  # plain gradient descent: one pass over the weights
         self.fused_step: FusedStep | None = None
@@ -207,7 +207,7 @@ class Stage:
         for room, what in (
             (self.order, Job.order),
             (self.scale, lambda job: shares(len(job.samples), self.shape.batch)),
-            (self.drawn, lambda job: job.drawn(self.setting.local.augment)),
+            (self.drawn, lambda job: job.drawn(self.problem.local.augment)),
         ):
             if room is not None:
                 planned = schedule(what)
@@ -228,10 +228,10 @@ class Stage:
         """Make one step of every client, at the cursor; `width` is the number of samples that are not padding."""
         flat = self.order.index_select(0, self.cursor)[0, :, :width].reshape(-1)
         scale = self.scale.index_select(0, self.cursor)[0, :, :width]
-        x = torch.index_select(self.setting.x, 0, flat, out=self.x[: len(flat)])
+        x = torch.index_select(self.problem.x, 0, flat, out=self.x[: len(flat)])
         if self.drawn is not None:
             x = augmented(x, self.drawn.index_select(0, self.cursor)[0, :, :width].reshape(-1))
-        y = self.setting.y.index_select(0, flat)
+        y = self.problem.y.index_select(0, flat)
         if self.descending is not None:
             self.loss += self.descend(self.descending, x, y, scale)
             self.cursor += 1
@@ -249,7 +249,7 @@ class Stage:
         active = (scale[:, :1] > 0).to(scale.dtype)
         if self.fused_step is not None:
             gain = self.own * self.stepper.factor(self.fused_step.norm()) if self.stepper.limits else self.own
-            pull = self.own * self.setting.local.weight_decay if self.setting.local.weight_decay else None
+            pull = self.own * self.problem.local.weight_decay if self.problem.local.weight_decay else None
             prox = self.prox if self.shape.prox else None
             self.fused_step(self.rate * active, gain, pull, prox, self.start, self.shift, self.memory, self.mask)
         else:
@@ -362,8 +362,8 @@ def uncollected() -> Iterator[None]:
 class Batched:
     """The engine. `network` makes the form for n clients; `chunk` is how many train together (0: all that fit)."""
 
-    setting: Setting
-    network: Callable[[Setting, int], Network]
+    problem: Problem
+    network: Callable[[Problem, int], Network]
     chunk: int = 0
     note: str = "clients in one batch"
     capture: bool = False
@@ -376,7 +376,7 @@ class Batched:
 
     def __post_init__(self) -> None:
         # Padded samples must not enter batch statistics: unless the network ensures this, clients in a group have equal size.
-        normed = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.setting.module.modules())
+        normed = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.problem.module.modules())
         self.whole = normed if self.padding is None else not self.padding
 
     def groups(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
@@ -398,7 +398,7 @@ class Batched:
         """How many clients fit into their share of memory: some vectors each, and a batch of activations. Grouping decides the
         order of sums, so the currently free memory is not considered: the same seed must give the same bytes."""
         if self.most == 0:
-            s = self.setting
+            s = self.problem
             each = 4 * (6 * s.layout.d + 4 * min(s.local.batch_size, len(s.x)) * activations(s))
             self.most = max(1, allowance(s.device) // each)
         return self.most
@@ -408,7 +408,7 @@ class Batched:
             if self.strict:
                 words = "the method's own loss or step does not train the same in a batch of clients; choose auto or sequential"
                 raise SettingError("engine", "batched", words)
-            yield from Sequential(self.setting).run(model, work, jobs, memory)
+            yield from Sequential(self.problem).run(model, work, jobs, memory)
             return
         waiting = list(self.groups(jobs))
         while waiting:
@@ -442,14 +442,14 @@ class Batched:
     def tried(self, key: object, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> bool:
         """Try a few steps of two clients on both engines. The second has one sample less, unless sizes must be equal. Rates
         at which training diverges would magnify rounding, so lower ones are tried, too."""
-        s = self.setting
+        s = self.problem
         local = replace(s.local, batch_size=min(4, s.local.batch_size))
         small = replace(s, module=without_dropout(s.module), local=local, half=False, graph=None)
         pair = [jobs[0], jobs[-1] if len(jobs) > 1 else replace(jobs[0], client=-1)]
         sizes = (6, 6 if self.whole else 5)
         few = [replace(job, samples=job.samples[:size], epochs=min(2, job.epochs)) for job, size in zip(pair, sizes, strict=True)]
         plain = Sequential(small)
-        together = replace(self, setting=small, chunk=2, capture=False, stages={}, trusted={key: True})
+        together = replace(self, problem=small, chunk=2, capture=False, stages={}, trusted={key: True})
 
         def moved(engine: Engine, at: Model, work: Work) -> Tensor:
             found = {j.client: delta for c in engine.run(at, work, few, memory) for j, delta in zip(c.jobs, c.delta, strict=True)}
@@ -477,10 +477,10 @@ class Batched:
         stage = self.stages.get(shape)
         if stage is None or stage.capacity < steps:
             network = VmappedNetwork if shape.loss else self.network
-            stage = Stage(shape, network(self.setting, n), max(2 * steps, SCHEDULED) if self.capture else steps, self.setting)
+            stage = Stage(shape, network(self.problem, n), max(2 * steps, SCHEDULED) if self.capture else steps, self.problem)
             if self.capture and not work.custom:
                 stage.capture()
-            self.stages = {shape: stage} if self.setting.device.type == "cpu" else {**self.stages, shape: stage}
+            self.stages = {shape: stage} if self.problem.device.type == "cpu" else {**self.stages, shape: stage}
         return stage
 
     def rows(self, jobs: list[Job], epoch: int, steps: int) -> list[int]:
@@ -492,11 +492,11 @@ class Batched:
             sizes.append(2 * sizes[-1] // 3)
         needed = torch.zeros(steps, dtype=torch.int64)
         for at, job in enumerate(jobs, start=1):
-            needed[: self.setting.local.steps(len(job.samples)) if epoch < job.epochs else 0] = at
+            needed[: self.problem.local.steps(len(job.samples)) if epoch < job.epochs else 0] = at
         return [min(size for size in sizes if size >= least) for least in needed.tolist()]
 
     def train(self, model: Model, work: Work, jobs: list[Job], memory: Memory | None) -> Chunk:
-        s, local, device, n = self.setting, self.setting.local, self.setting.device, len(jobs)
+        s, local, device, n = self.problem, self.problem.local, self.problem.device, len(jobs)
         sizes = [len(job.samples) for job in jobs]
         batch = min(local.batch_size, max(sizes))
         per_epoch = -(-max(sizes) // batch)
@@ -617,7 +617,7 @@ class Batched:
         """Per-class means of the head's input: one forward pass, for all clients at once or for each."""
         if isinstance(network, Feeding) and network.feeds(head):
             return self.represent_all(head, network, jobs)
-        s, found = self.setting, []
+        s, found = self.problem, []
         space = Workspace(s.module, s.layout, s.device)
         # All indices at once: otherwise there would be a wait for the GPU for every client.
         every = torch.cat([job.samples for job in jobs]).to(s.device).split([len(job.samples) for job in jobs])
@@ -628,7 +628,7 @@ class Batched:
         return means, counts
 
     def represent_all(self, head: str, network: Feeding, jobs: list[Job]) -> tuple[Tensor, Tensor]:
-        s, n = self.setting, len(jobs)
+        s, n = self.problem, len(jobs)
         order = torch.full((n, max(len(job.samples) for job in jobs)), -1)  # padded
         for row, job in zip(order, jobs, strict=True):
             row[: len(job.samples)] = job.samples
@@ -666,9 +666,9 @@ def seeded(network: Network, seed: int, device: torch.device) -> AbstractContext
 
 
 @torch.no_grad()
-def activations(setting: Setting) -> int:
+def activations(problem: Problem) -> int:
     """The number of values that all layers output for one sample."""
-    space = Workspace(setting.module, setting.layout, setting.device)
+    space = Workspace(problem.module, problem.layout, problem.device)
     space.module.eval()
     count = 0
 
@@ -678,7 +678,7 @@ def activations(setting: Setting) -> int:
 
     for module in space.module.modules():
         module.register_forward_hook(add)
-    x = setting.x[:2].clone()  # some layers do not accept a single sample
+    x = problem.x[:2].clone()  # some layers do not accept a single sample
     space.module(x)
     return count // len(x)
 

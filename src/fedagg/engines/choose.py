@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedagg.data.mapped import on_disk
 from fedagg.engines import stacked
-from fedagg.engines.base import Engine, Setting
+from fedagg.engines.base import Problem
 from fedagg.engines.batched import Batched, has_triton
 from fedagg.engines.conv import channels_last
 from fedagg.engines.distributed import Distributed
@@ -29,13 +29,13 @@ from fedagg.engines.windowed import Windowed, window
 from fedagg.errors import SettingError
 from fedagg.models import PUBLISHED
 from fedagg.models.text import LSTM, CausalAttention
-from fedagg.work import cross_entropy
+from fedagg.work import Engine, cross_entropy
 
 RECURRENT = "recurrent layers"
 
 
 class EngineOptions(Protocol):
-    """The settings for engines."""
+    """The settings that engines read."""
 
     @property
     def model(self) -> str: ...
@@ -47,53 +47,53 @@ class EngineOptions(Protocol):
     def threads(self) -> int: ...
 
 
-def build(name: str, setting: Setting, options: EngineOptions) -> Engine:
-    """The engine of that name, on its own copy of the setting, so that the given one is not changed."""
-    if (whole := on_disk(setting.x)) is not None:
-        some = window(setting, whole)
+def build(name: str, problem: Problem, options: EngineOptions) -> Engine:
+    """The engine of that name, on its own copy of the problem, so that the given one is not changed."""
+    if (whole := on_disk(problem.x)) is not None:
+        some = window(problem, whole)
         some = replace(some, x=ordered(some))
-        return Windowed(on(some, name, options), whole, setting.y, some)
-    return on(replace(setting, x=ordered(setting)), name, options)
+        return Windowed(on(some, name, options), whole, problem.y, some)
+    return on(replace(problem, x=ordered(problem)), name, options)
 
 
-def on(setting: Setting, name: str, options: EngineOptions) -> Engine:
-    setting = replace(setting, half=options.precision == "bf16")
+def on(problem: Problem, name: str, options: EngineOptions) -> Engine:
+    problem = replace(problem, half=options.precision == "bf16")
     if name == "distributed" or (name == "auto" and int(os.environ.get("WORLD_SIZE", "1")) > 1):
-        return Distributed(setting, functools.partial(pick, options=options))
+        return Distributed(problem, functools.partial(pick, options=options))
     if name == "sequential":
-        return Sequential(setting)
-    return batched(setting, options) if name == "batched" else pick(setting, options)
+        return Sequential(problem)
+    return batched(problem, options) if name == "batched" else pick(problem, options)
 
 
-def pick(setting: Setting, options: EngineOptions) -> Engine:
+def pick(problem: Problem, options: EngineOptions) -> Engine:
     """The engine for `auto`: the fastest one in the measurements (see the page on engines)."""
-    cores, module = options.threads or torch.get_num_threads(), setting.module
-    setting = with_graph(setting)
-    trial = on_trial(setting, options)
+    cores, module = options.threads or torch.get_num_threads(), problem.module
+    problem = with_graph(problem)
+    trial = on_trial(problem, options)
     what = heavy_layers(module)
-    if setting.device.type == "cpu" and what:
-        if written(setting, trial) and what != RECURRENT:  # torch's own cell is faster than the written-out one
+    if problem.device.type == "cpu" and what:
+        if written(problem, trial) and what != RECURRENT:  # torch's own cell is faster than the written-out one
             return noted(
-                Threaded(setting, cores, stacked.StackedNetwork), f"no autograd; {what} can keep one core busy, but not several"
+                Threaded(problem, cores, stacked.StackedNetwork), f"no autograd; {what} can keep one core busy, but not several"
             )
         if cores > 1 and not (draws(module) if trial is None else trial.draws or trial.alone):
-            return noted(Threaded(setting, cores), f"{what} can keep one core busy, but not several")
-        return noted(Sequential(setting), f"{what} on a CPU gain nothing from stacking")
-    engine = together(setting, options, trial)
+            return noted(Threaded(problem, cores), f"{what} can keep one core busy, but not several")
+        return noted(Sequential(problem), f"{what} on a CPU gain nothing from stacking")
+    engine = together(problem, options, trial)
     if engine is None:
-        return noted(Sequential(setting), "the network does not train the same in a batch of clients")
+        return noted(Sequential(problem), "the network does not train the same in a batch of clients")
     return shared(engine, cores)
 
 
-def on_trial(setting: Setting, options: EngineOptions) -> Trial | None:
+def on_trial(problem: Problem, options: EngineOptions) -> Trial | None:
     """A trial of the network and loss; None for the package's own, which need none."""
-    return Trial(setting) if options.model not in PUBLISHED or setting.loss is not cross_entropy else None
+    return Trial(problem) if options.model not in PUBLISHED or problem.loss is not cross_entropy else None
 
 
-def batched(setting: Setting, options: EngineOptions) -> Engine:
+def batched(problem: Problem, options: EngineOptions) -> Engine:
     """The engine for `batched`, on any device; an error if the model does not allow it."""
-    setting = with_graph(setting)
-    engine = together(setting, options, on_trial(setting, options))
+    problem = with_graph(problem)
+    engine = together(problem, options, on_trial(problem, options))
     if engine is None:
         raise SettingError(
             "engine", "batched", "the model does not train the same in a batch of clients; choose auto or sequential"
@@ -104,35 +104,35 @@ def batched(setting: Setting, options: EngineOptions) -> Engine:
 def shared(engine: Batched, threads: int) -> Engine:
     """On several threads of a CPU, one stack per thread. Written-out layers have their own generators; other networks may draw from
     torch's, which all threads share."""
-    own = engine.network is not VmappedNetwork and engine.setting.device.type == "cpu"
+    own = engine.network is not VmappedNetwork and engine.problem.device.type == "cpu"
     return Shared(engine, threads) if own and threads > 1 else engine
 
 
-def together(setting: Setting, options: EngineOptions, trial: Trial | None) -> Batched | None:
+def together(problem: Problem, options: EngineOptions, trial: Trial | None) -> Batched | None:
     """All clients in one batch: with written-out layers if all layers have them, else with vmap; captured on a GPU. None if a
     network fails its trial."""
-    cuda = setting.device.type == "cuda"
+    cuda = problem.device.type == "cuda"
     words = ", captured as a graph" if cuda else ""
-    if written(setting, trial):
+    if written(problem, trial):
         form = "fused" if cuda and has_triton() else "loop"
         make = functools.partial(stacked.StackedNetwork, conv=form)
         words = "stacked layers, no autograd" + (f", {form} convolutions" if form == "fused" else "") + words
-        return Batched(setting, make, options.chunk, words, capture=cuda, padding=True)
+        return Batched(problem, make, options.chunk, words, capture=cuda, padding=True)
     if trial is not None and not trial.passed(VmappedNetwork, padded=False):
         return None
     padding = None if trial is None else trial.passed(VmappedNetwork, padded=True)
-    return Batched(setting, VmappedNetwork, options.chunk, "vmap over clients" + words, capture=cuda, padding=padding)
+    return Batched(problem, VmappedNetwork, options.chunk, "vmap over clients" + words, capture=cuda, padding=padding)
 
 
-def with_graph(setting: Setting) -> Setting:
-    """The setting with its network's layers, if they are written out. They are traced here, once: tracing is not thread-safe."""
-    return replace(setting, graph=stacked.graph_of(setting))
+def with_graph(problem: Problem) -> Problem:
+    """The problem with its network's layers, if they are written out. They are traced here, once: tracing is not thread-safe."""
+    return replace(problem, graph=stacked.graph_of(problem))
 
 
-def written(setting: Setting, trial: Trial | None) -> bool:
+def written(problem: Problem, trial: Trial | None) -> bool:
     """Does the network consist only of written-out layers?"""
     tried = trial is None or (not trial.random and trial.passed(stacked.StackedNetwork, padded=True))
-    return tried and setting.graph is not None
+    return tried and problem.graph is not None
 
 
 def heavy_layers(module: nn.Module) -> str:
@@ -145,17 +145,17 @@ def convolves(module: nn.Module) -> bool:
     return any(isinstance(m, nn.Conv2d) for m in module.modules())
 
 
-def ordered(setting: Setting) -> Tensor:
+def ordered(problem: Problem) -> Tensor:
     """The images in the memory order in which a CPU convolves and pools fastest. All engines use it, so that they round alike. They
     stay as they are if the module does not accept that order, e.g. because it flattens with `view`."""
-    if setting.device.type == "cpu" and setting.x.dim() == 4 and convolves(setting.module):
+    if problem.device.type == "cpu" and problem.x.dim() == 4 and convolves(problem.module):
         try:
             with torch.no_grad():
-                copy.deepcopy(setting.module).eval()(channels_last(setting.x[:2].clone()))
+                copy.deepcopy(problem.module).eval()(channels_last(problem.x[:2].clone()))
         except RuntimeError:
-            return setting.x
-        return channels_last(setting.x)
-    return setting.x
+            return problem.x
+        return channels_last(problem.x)
+    return problem.x
 
 
 def noted(engine: Sequential | Threaded, why: str) -> Engine:

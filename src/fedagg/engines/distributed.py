@@ -15,10 +15,10 @@ from types import FrameType
 import torch
 from torch import Tensor, distributed
 
-from fedagg.engines.base import Engine, Setting
+from fedagg.engines.base import Problem
 from fedagg.errors import SettingError
 from fedagg.flat import Model
-from fedagg.work import Chunk, Job, Memory, Work
+from fedagg.work import Chunk, Engine, Job, Memory, Work
 
 
 class PeerGone(KeyboardInterrupt):
@@ -68,9 +68,9 @@ def end_cleanly(number: int, frame: FrameType | None) -> None:
 class Distributed:
     """Trains this process's share of the clients, dealt by work: the longest job goes to the process with the least to do."""
 
-    def __init__(self, setting: Setting, inner: Callable[[Setting], Engine]) -> None:
-        self.team = Team(setting.device)
-        self.inner = inner(setting)
+    def __init__(self, problem: Problem, inner: Callable[[Problem], Engine]) -> None:
+        self.team = Team(problem.device)
+        self.inner = inner(problem)
         self.note = f"{self.team.size} processes, each: {self.inner.note}"
 
     def run(self, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> Iterator[Chunk]:

@@ -9,26 +9,26 @@ from torch import Tensor
 
 from fedagg import seeding
 from fedagg.augment import augmented
-from fedagg.engines.base import Setting, Stepper, class_means
+from fedagg.engines.base import Problem, Stepper, class_means
 from fedagg.flat import Model, Workspace
 from fedagg.work import Chunk, Client, Job, Learner, Memory, State, Work
 
 
 class Sequential:
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        self.space = Workspace(setting.module, setting.layout, setting.device)
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.space = Workspace(problem.module, problem.layout, problem.device)
         self.note = "one client at a time"
 
     def run(self, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> Iterator[Chunk]:
         for job in jobs:
-            own = memory.read([job.client])[0].to(self.setting.device) if memory and work.memory else None
-            with seeding.seeded_global(job.seed, self.setting.device):
+            own = memory.read([job.client])[0].to(self.problem.device) if memory and work.memory else None
+            with seeding.seeded_global(job.seed, self.problem.device):
                 yield self.client(model, work, job, own)
 
     @torch.no_grad()
     def client(self, model: Model, work: Work, job: Job, own: Tensor | None) -> Chunk:
-        s, space, local = self.setting, self.space, self.setting.local
+        s, space, local = self.problem, self.space, self.problem.local
         space.load(model)
         space.module.train()
         stepper = Stepper(local, space.w, work.clip)
@@ -112,9 +112,9 @@ class MiniBatch:
     """One mini-batch of one client: called with weights (d,), it returns the gradient there."""
 
     def __init__(
-        self, setting: Setting, space: Workspace, stepper: Stepper, work: Work, client: Client, x: Tensor, y: Tensor
+        self, problem: Problem, space: Workspace, stepper: Stepper, work: Work, client: Client, x: Tensor, y: Tensor
     ) -> None:
-        self.setting, self.space, self.stepper, self.work, self.client, self.x, self.y = setting, space, stepper, work, client, x, y
+        self.problem, self.space, self.stepper, self.work, self.client, self.x, self.y = problem, space, stepper, work, client, x, y
         self.called = False
 
     def __call__(self, w: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ class MiniBatch:
     @torch.enable_grad()
     def backward(self) -> Tensor:
         """Compute the gradient of the mean loss at the workspace's weights."""
-        s, space = self.setting, self.space
+        s, space = self.problem, self.space
         if self.work.loss is None:
             space.g.zero_()
             with s.rounding():

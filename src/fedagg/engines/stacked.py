@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from fedagg.engines.base import Setting
+from fedagg.engines.base import Problem
 from fedagg.engines.conv import Convolution, Loop, Pointwise
 from fedagg.engines.graph import Join, Node, Sum, pair, traced
 from fedagg.engines.layers import (
@@ -42,14 +42,14 @@ HELD_FROM = 1 << 16  # weights of a linear layer
 HELD_TO = 128  # samples of a batch: with more, libraries are better at their product
 
 
-def supported(setting: Setting) -> bool:
+def supported(problem: Problem) -> bool:
     """Is the network made of layers that are written out?"""
-    return graph_of(setting) is not None
+    return graph_of(problem) is not None
 
 
-def graph_of(setting: Setting) -> list[Node] | None:
-    """The network's layers, traced unless the setting already has them; None if some are not written out."""
-    return setting.graph or traced(setting.module, setting.x.dim() - 1)
+def graph_of(problem: Problem) -> list[Node] | None:
+    """The network's layers, traced unless the problem already has them; None if some are not written out."""
+    return problem.graph or traced(problem.module, problem.x.dim() - 1)
 
 
 def make_convolution(form: str, n: int, kernel: int, padding: int, stride: int, half: bool) -> Convolution:
@@ -65,11 +65,11 @@ def make_convolution(form: str, n: int, kernel: int, padding: int, stride: int, 
 class StackedNetwork:
     """n copies of a network: weights `w` (n, d), gradients `g` (n, d). `gradient` computes `g` from `w`."""
 
-    def __init__(self, setting: Setting, n: int, conv: str = "loop", within: StackedNetwork | None = None) -> None:
-        self.setting, self.n, self.conv, self.fused = setting, n, conv, conv == "fused"
+    def __init__(self, problem: Problem, n: int, conv: str = "loop", within: StackedNetwork | None = None) -> None:
+        self.problem, self.n, self.conv, self.fused = problem, n, conv, conv == "fused"
         # Between layers: our kernels gain as much from moving half the bytes as from faster products.
-        self.dtype = torch.bfloat16 if setting.half and self.fused else torch.float32
-        layout, device = setting.layout, setting.device
+        self.dtype = torch.bfloat16 if problem.half and self.fused else torch.float32
+        layout, device = problem.layout, problem.device
         self.generator: torch.Generator | None
         if within is None:
             # Its own generator if several threads may draw at once; a captured graph needs torch's.
@@ -84,7 +84,7 @@ class StackedNetwork:
         self.places: list[Place] = []
         self.named: dict[str, Place] = {}
         made: dict[Node | None, Place | None] = {None: None}
-        graph = graph_of(setting)
+        graph = graph_of(problem)
         if graph is None:
             raise ValueError("a network with layers that are not written out")
         for node in graph:
@@ -99,7 +99,7 @@ class StackedNetwork:
         layers = [place.layer for place in self.places]
         self.norms = [layer for layer in layers if isinstance(layer, BatchNorm)]
         # A single client's linear layer on a CPU is limited by memory. Stepping while its gradient is computed saves two passes.
-        alone = n == 1 and device.type == "cpu" and not setting.half
+        alone = n == 1 and device.type == "cpu" and not problem.half
         self.linear = [layer for layer in layers if isinstance(layer, Linear)] if alone else []
         stepped = {layer.w.data_ptr() for layer in self.linear}
         self.rest = (
@@ -107,12 +107,12 @@ class StackedNetwork:
         )
 
     def first(self, n: int) -> StackedNetwork:
-        return StackedNetwork(self.setting, n, self.conv, within=self)
+        return StackedNetwork(self.problem, n, self.conv, within=self)
 
     def hold(self, batch: int) -> list[Linear]:
         """Have large linear layers hold back the gradient of their weights for batches of this size, and return them. Not in texts,
         where all positions of a batch are summed."""
-        rows = self.setting.x.is_floating_point() and self.setting.x.dim() in (2, 4) and batch <= HELD_TO
+        rows = self.problem.x.is_floating_point() and self.problem.x.dim() in (2, 4) and batch <= HELD_TO
         layers = [place.layer for place in self.places if isinstance(place.layer, Linear)] if rows else []
         held = [layer for layer in layers if layer.w[0].numel() >= HELD_FROM]
         for layer in held:
@@ -123,11 +123,11 @@ class StackedNetwork:
         if isinstance(module, nn.Linear | nn.Conv2d):
             parts = (w[f"{name}.weight"], w.get(f"{name}.bias"), g[f"{name}.weight"], g.get(f"{name}.bias"))
             if isinstance(module, nn.Linear):
-                return Linear(*parts, half=self.setting.half)
+                return Linear(*parts, half=self.problem.half)
             kernel, padding, stride = (pair(v)[0] for v in (module.kernel_size, module.padding, module.stride))
-            return Conv(make_convolution(conv, self.n, kernel, padding, stride, self.setting.half), *parts)
+            return Conv(make_convolution(conv, self.n, kernel, padding, stride, self.problem.half), *parts)
         if isinstance(module, nn.BatchNorm2d):
-            kept = dict(self.setting.layout.views(self.buffers))
+            kept = dict(self.problem.layout.views(self.buffers))
             names = ("running_mean", "running_var", "num_batches_tracked")
             both = (w[f"{name}.weight"], w[f"{name}.bias"], g[f"{name}.weight"], g[f"{name}.bias"])
             return BatchNorm(module, *both, *(kept[f"{name}.{which}"] for which in names))
@@ -139,9 +139,9 @@ class StackedNetwork:
         if isinstance(module, LSTM):
             stack = [[f"{name}.{part}" for part in module.names(layer)] for layer in range(module.layers)]
             weights, grads = ([[which[part] for part in layer] for layer in stack] for which in (w, g))
-            return Recurrent(module, weights, grads, self.setting.half)
+            return Recurrent(module, weights, grads, self.problem.half)
         if isinstance(module, CausalAttention):
-            return Attention(module, self.setting.half)
+            return Attention(module, self.problem.half)
         if isinstance(module, Last):
             return LastOne()
         if isinstance(module, nn.GELU):
@@ -245,7 +245,7 @@ class StackedNetwork:
 
     def loss(self, output: Tensor, y: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of every client, and its gradient with respect to the outputs; written out for cross-entropy."""
-        written = self.setting.loss is cross_entropy and output.dim() == 3
+        written = self.problem.loss is cross_entropy and output.dim() == 3
         if written and self.fused:
             from fedagg.engines.fused import MOST_CLASSES, softmax_loss
 
@@ -260,7 +260,7 @@ class StackedNetwork:
             return (losses * scale).sum(1), dy.mul_(scale[:, None]).transpose(1, 2)
         with torch.enable_grad():
             leaf = output.detach().requires_grad_()
-            losses = vmap(self.setting.loss, randomness="different")(leaf, y.view(*scale.shape, *y.shape[1:]))  # a client at a time
+            losses = vmap(self.problem.loss, randomness="different")(leaf, y.view(*scale.shape, *y.shape[1:]))  # a client at a time
             total = (losses * scale).sum(1)
             (dy,) = torch.autograd.grad(total.sum(), leaf)
         return total.detach(), dy

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from fedagg.engines.base import Setting
+from fedagg.engines.base import Problem
 from fedagg.engines.batched import Batched, Network
 from fedagg.engines.sequential import Sequential
 from fedagg.flat import Model
@@ -29,15 +29,15 @@ GRAIN = 8 << 20  # weights times samples of a step that justify another thread: 
 class Threaded:
     """`network` is a form of the network that trains without autograd, one copy per thread; without it, autograd is used."""
 
-    def __init__(self, setting: Setting, threads: int, network: Callable[[Setting, int], Network] | None = None) -> None:
-        self.own, self.setting = threading.local(), setting
+    def __init__(self, problem: Problem, threads: int, network: Callable[[Problem, int], Network] | None = None) -> None:
+        self.own, self.problem = threading.local(), problem
         # A pool keeps the arguments of its initializer: if the engine were one of them, neither would ever be freed.
-        self.pool = ThreadPoolExecutor(threads, initializer=prepare, initargs=(self.own, setting, network))
+        self.pool = ThreadPoolExecutor(threads, initializer=prepare, initargs=(self.own, problem, network))
         self.note = f"{threads} clients at a time, one thread and core each"
 
     def run(self, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> Iterator[Chunk]:
         if work.loss is not None:  # it may draw random numbers, and all threads share torch's generator
-            yield from Sequential(self.setting).run(model, work, jobs, memory)
+            yield from Sequential(self.problem).run(model, work, jobs, memory)
             return
         remembered = memory.read([job.client for job in jobs]) if memory is not None and work.memory else [None] * len(jobs)
 
@@ -61,9 +61,9 @@ class Shared:
 
     def stacks(self, group: list[Job]) -> list[list[Job]]:
         """As many stacks as there is work for. Only shapes count, because the grouping of clients decides the rounding."""
-        setting = self.whole.setting
+        problem = self.whole.problem
         longest = max(len(job.samples) for job in group)
-        work = len(group) * min(setting.local.batch_size, longest) * setting.layout.d
+        work = len(group) * min(problem.local.batch_size, longest) * problem.layout.d
         count = max(1, min(self.threads, len(group), work // GRAIN))
         return [group[at::count] for at in range(count)]
 
@@ -105,18 +105,18 @@ def prepare_stack(own: threading.local, whole: Batched) -> None:
     own.engine = replace(whole, stages={}, trusted={})
 
 
-def prepare(own: threading.local, setting: Setting, network: Callable[[Setting, int], Network] | None) -> None:
+def prepare(own: threading.local, problem: Problem, network: Callable[[Problem, int], Network] | None) -> None:
     torch.set_num_threads(1)
-    own.train = trainer(setting, network)
+    own.train = trainer(problem, network)
 
 
 def trainer(
-    setting: Setting, network: Callable[[Setting, int], Network] | None
+    problem: Problem, network: Callable[[Problem, int], Network] | None
 ) -> Callable[[Model, Work, Job, Tensor | None], Chunk]:
     """A function that trains one client. Neither form uses torch's own generator here, which all threads share."""
     if network is None:
-        return Sequential(setting).client
-    engine = Batched(setting, network, chunk=1, padding=True)
+        return Sequential(problem).client
+    engine = Batched(problem, network, chunk=1, padding=True)
     return lambda model, work, job, own: engine.train(model, work, [job], None if own is None else Remembered(own[None]))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedagg import seeding
-from fedagg.engines.base import Setting, exact_products
+from fedagg.engines.base import Problem, exact_products
 from fedagg.engines.batched import NUDGE, WITHIN, Network, seeded, without_dropout
 from fedagg.engines.graph import hooked, traced
 from fedagg.errors import SettingError, first_line
@@ -27,31 +27,31 @@ class Trial:
     """One step of two clients, of which the second may have fewer samples than the first. Dropout draws different numbers in every
     form, so the step is tried without it."""
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting = replace(setting, module=copy_module(setting.module), half=False)
-        module = self.setting.module
-        self.size = min(MOST, len(setting.x))
+    def __init__(self, problem: Problem) -> None:
+        self.problem = replace(problem, module=copy_module(problem.module), half=False)
+        module = self.problem.module
+        self.size = min(MOST, len(problem.x))
         # From all over the data, which may be sorted: a module that looks at other clients' samples must find different ones there.
-        self.samples = torch.linspace(0, len(setting.x) - 1, 2 * self.size).round().long().view(2, -1)
-        self.model = setting.layout.pack(setting.module).to(setting.device)
-        zero = torch.zeros((), device=setting.device)
+        self.samples = torch.linspace(0, len(problem.x) - 1, 2 * self.size).round().long().view(2, -1)
+        self.model = problem.layout.pack(problem.module).to(problem.device)
+        zero = torch.zeros((), device=problem.device)
         self.begin = [zero, zero, self.model.buffers]  # gradient and loss are judged by their size, buffers by their change
         nudged = replace(self.model, w=(1 + NUDGE) * self.model.w)
         # Some modules do more in a step than gradient and buffers show: these train only one client at a time.
         self.alone = hooked(module) or any(getattr(part, "max_norm", None) is not None for part in module.modules())
-        with seeding.seeded_global(0, setting.device), exact_products():
+        with seeding.seeded_global(0, problem.device), exact_products():
             before, elsewhere = self.drawn(), drawn_elsewhere()
             self.first(0, self.size)
             self.draws = not torch.equal(before, self.drawn())
-            module = self.setting.module = without_dropout(module)
-            self.setting.graph = traced(module, setting.x.dim() - 1)
+            module = self.problem.module = without_dropout(module)
+            self.problem.graph = traced(module, problem.x.dim() - 1)
             before = self.drawn()
             self.expected = {at: self.first(*at) for at in ((0, self.size), (1, self.size), (1, self.fewer))}
             self.random = not torch.equal(before, self.drawn())  # random numbers outside dropout layers
             self.alone |= elsewhere != drawn_elsewhere()
             again = {at: self.plain(*at, nudged) for at in self.expected}
-        self.separate = setting.loss is cross_entropy or separate(
-            setting.loss, self.output.detach(), setting.y[self.samples[1, : self.fewer]]
+        self.separate = problem.loss is cross_entropy or separate(
+            problem.loss, self.output.detach(), problem.y[self.samples[1, : self.fewer]]
         )
         self.noise = {at: [apart(a, b) for a, b in zip(again[at], self.expected[at], strict=True)] for at in again}
 
@@ -61,7 +61,7 @@ class Trial:
 
     def drawn(self) -> Tensor:
         """The state of torch's generator."""
-        device = self.setting.device
+        device = self.problem.device
         return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
     def first(self, client: int, count: int) -> list[Tensor]:
@@ -71,11 +71,11 @@ class Trial:
             if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
                 raise
             words = f"fails in its first step: {first_line(error)}"
-        raise SettingError("model", type(self.setting.module).__name__, words)
+        raise SettingError("model", type(self.problem.module).__name__, words)
 
     def plain(self, client: int, count: int, model: Model) -> list[Tensor]:
         """Gradient, loss and buffers of a client's step on this many samples."""
-        s, samples = self.setting, self.samples[client, :count]
+        s, samples = self.problem, self.samples[client, :count]
         space = Workspace(s.module, s.layout, s.device)
         space.load(model)
         space.module.train()
@@ -86,7 +86,7 @@ class Trial:
         self.alone |= not torch.equal(space.w, model.w) or before != numbers(space.module)
         return [space.g, loss.detach(), space.statistics()]
 
-    def passed(self, make: Callable[[Setting, int], Network], padded: bool) -> bool:
+    def passed(self, make: Callable[[Problem, int], Network], padded: bool) -> bool:
         """Does the form make the same step as the module? With `padded`, the second client has fewer samples, and padding."""
         if self.alone or (padded and not self.separate):
             return False
@@ -105,9 +105,9 @@ class Trial:
                     return False
         return True
 
-    def step(self, make: Callable[[Setting, int], Network], counts: tuple[int, int], filler: int) -> list[Tensor]:
+    def step(self, make: Callable[[Problem, int], Network], counts: tuple[int, int], filler: int) -> list[Tensor]:
         """Gradients, losses and buffers of both clients. Samples that the second does not have are replaced by one of its own."""
-        s, size = self.setting, self.size
+        s, size = self.problem, self.size
         scale = torch.zeros(2, size, device=s.device)
         for row, count in zip(scale, counts, strict=True):
             row[:count] = 1 / count

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, grad_and_value, vmap
 
-from fedagg.engines.base import Setting
+from fedagg.engines.base import Problem
 from fedagg.flat import copy_module
 from fedagg.work import Client, ClientLoss, Learner
 
@@ -23,30 +23,30 @@ class VmappedNetwork:
     own: ClientLoss | None = None
     client: Client | None = None
 
-    def __init__(self, setting: Setting, n: int, within: VmappedNetwork | None = None) -> None:
-        self.setting, self.n = setting, n
+    def __init__(self, problem: Problem, n: int, within: VmappedNetwork | None = None) -> None:
+        self.problem, self.n = problem, n
         self.generator: torch.Generator | None = None
-        layout, device = setting.layout, setting.device
+        layout, device = problem.layout, problem.device
         if within is None:
             self.w, self.g, self.buffers = (torch.zeros(n, wide, device=device) for wide in (layout.d, layout.d, layout.b))
         else:
             self.w, self.g, self.buffers = within.w[:n], within.g[:n], within.buffers[:n]
-        self.module = copy_module(setting.module).to(device).train()  # a copy, because its tensors are replaced while it runs
+        self.module = copy_module(problem.module).to(device).train()  # a copy, because its tensors are replaced while it runs
         shapes = dict(layout.parameters)
         self.weights = {name: view.view(n, *shapes[name]) for name, view in layout.weights(self.w)}
         self.grads = {name: view.view(n, *shapes[name]) for name, view in layout.weights(self.g)}
         self.step = vmap(grad_and_value(self.loss, has_aux=True), in_dims=(0, 0, 0, 0, 0), randomness="different")
 
     def first(self, n: int) -> VmappedNetwork:
-        return VmappedNetwork(self.setting, n, within=self)
+        return VmappedNetwork(self.problem, n, within=self)
 
     def loss(
         self, weights: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor, y: Tensor, scale: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """One client's weighted loss, and the buffers as the module left them."""
-        with self.setting.rounding():
+        with self.problem.rounding():
             output = functional_call(self.module, (weights, buffers), (x,))
-            return (self.setting.loss(output, y) * scale).sum(), buffers
+            return (self.problem.loss(output, y) * scale).sum(), buffers
 
     def own_loss(
         self, w: Tensor, memory: Tensor | None, buffers: dict[str, Tensor], x: Tensor, y: Tensor, scale: Tensor
@@ -56,14 +56,14 @@ class VmappedNetwork:
         assert self.client is not None
         learner = Learner(
             self.client.start, memory, self.client.shift,
-            module=self.module, layout=self.setting.layout, w=w, buffers=buffers, criterion=self.setting.loss,
+            module=self.module, layout=self.problem.layout, w=w, buffers=buffers, criterion=self.problem.loss,
         )  # fmt: skip
-        with self.setting.rounding():
+        with self.problem.rounding():
             return (learner.losses(self.own, x, y) * scale).sum(), buffers
 
     def gradient(self, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
         n, batch = scale.shape
-        buffers = {name: value.clone() for name, value in self.setting.layout.statistics(self.buffers)}
+        buffers = {name: value.clone() for name, value in self.problem.layout.statistics(self.buffers)}
         x, y = x.view(n, batch, *x.shape[1:]), y.view(n, batch, *y.shape[1:])
         if self.own is not None and self.client is not None:
             memory = self.client.memory

@@ -10,23 +10,23 @@ import numpy as np
 import torch
 
 from fedagg.data.mapped import WINDOW, Mapped
-from fedagg.engines.base import Engine, Setting
+from fedagg.engines.base import Problem
 from fedagg.errors import SettingError
 from fedagg.flat import Model
-from fedagg.work import Chunk, Job, Memory, Work
+from fedagg.work import Chunk, Engine, Job, Memory, Work
 
 
-def window(setting: Setting, whole: Mapped) -> Setting:
-    """The setting with a part of the samples, as many as may be in memory; engines are built, and networks tried, on these."""
+def window(problem: Problem, whole: Mapped) -> Problem:
+    """The problem with a part of the samples, as many as may be in memory; engines are built, and networks tried, on these."""
     room = min(len(whole), whole.room(WINDOW))
     rows = np.linspace(0, len(whole) - 1, room).round().astype(np.int64)
-    return replace(setting, x=whole[rows], y=setting.y[torch.from_numpy(rows).to(setting.device)])
+    return replace(problem, x=whole[rows], y=problem.y[torch.from_numpy(rows).to(problem.device)])
 
 
 class Windowed:
     """Fills the window of another engine. Its tensors stay the same objects, so that graphs captured on them stay valid."""
 
-    def __init__(self, engine: Engine, whole: Mapped, targets: torch.Tensor, within: Setting) -> None:
+    def __init__(self, engine: Engine, whole: Mapped, targets: torch.Tensor, within: Problem) -> None:
         self.engine, self.whole, self.targets, self.within = engine, whole, targets, within
         self.note = f"{engine.note}; samples are read from the disk"
         self.team: Any = getattr(engine, "team", None)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import fedagg
 from fedagg import algorithms, checks, files, plugins
-from fedagg.engines.base import Setting
+from fedagg.engines.base import Problem
 from fedagg.engines.sequential import Sequential
 from fedagg.errors import SettingError
 from fedagg.evaluate import Evaluator
@@ -83,20 +83,20 @@ def client_app(
     def train(message: Message, context: Context) -> Message:
         module, (task, node), client = model(), task_and_data(message, context), client_of(context)
         order = messages.read_order(message.content, Layout(module))
-        setting = setting_of(module, node, order.local, context, task, loss, order.work.represent)
+        problem = problem_of(module, node, order.local, context, task, loss, order.work.represent)
         samples = torch.arange(len(node.data))
         job = Job(client=client, samples=samples, epochs=order.epochs, seed=order.seed)
-        at, work = order.model.to(setting.device), messages.to_device(order.work, setting.device)
+        at, work = order.model.to(problem.device), messages.to_device(order.work, problem.device)
         method = method_of(order, context) if work.memory or order.custom else None
         work = replace(work, **{name: getattr(method, name) for name in order.custom})
         if quiet:
             require_updates_only(work, "quiet")
-        found = score_model(setting, node, at, task) if order.test and not quiet else None
+        found = score_model(problem, node, at, task) if order.test and not quiet else None
         tests = found.as_record(scores.ALONG) if found is not None else {}
-        memory = ClientMemory(setting.layout.d)
+        memory = ClientMemory(problem.layout.d)
         if work.memory:
-            memory.write(client, recall(context, order, setting.layout.d))
-        (chunk,) = Sequential(setting).run(at, work, [job], memory)
+            memory.write(client, recall(context, order, problem.layout.d))
+        (chunk,) = Sequential(problem).run(at, work, [job], memory)
         if method is not None and work.memory:
             keep(context, memory.read([client])[0], method.remember(chunk, work)[0], order)
         if quiet:
@@ -119,19 +119,19 @@ def client_app(
         found = None
         if not quiet:
             at = messages.read_model(messages.one(message.content.array_records), Layout(module))
-            setting = setting_of(module, node, ClientOptions(epochs=1, batch_size=1), context, task, loss)
-            found = score_model(setting, node, at.to(setting.device), task)
+            problem = problem_of(module, node, ClientOptions(epochs=1, batch_size=1), context, task, loss)
+            found = score_model(problem, node, at.to(problem.device), task)
         record = MetricRecord({"num-examples": 0, **(found.as_record() if found is not None else {})})
         return Message(RecordDict({"metrics": record}), reply_to=message)
 
     return app
 
 
-def score_model(setting: Setting, node: NodeData, model: Model, task: Task) -> Scores | None:
+def score_model(problem: Problem, node: NodeData, model: Model, task: Task) -> Scores | None:
     """The model's scores on the node's own test samples, if it has any."""
     if not node.tests:
         return None
-    losses, tallies = Evaluator(setting, node.data.x_test, node.data.y_test, task).samples(model)
+    losses, tallies = Evaluator(problem, node.data.x_test, node.data.y_test, task).samples(model)
     sums = {metric.key: tally.sum(1).tolist() for metric, tally in zip(task.metrics, tallies, strict=True)}
     return Scores(len(losses), float(losses.double().mean()), sums)
 
@@ -186,7 +186,7 @@ def client_of(context: Context) -> int:
     return number
 
 
-def setting_of(
+def problem_of(
     module: nn.Module,
     node: NodeData,
     local: ClientOptions,
@@ -194,13 +194,13 @@ def setting_of(
     task: Task,
     loss: Loss | None,
     head: str | None = None,
-) -> Setting:
-    """The engine's setting for this node. `head` is the layer whose input is averaged per class, if the work asks for it."""
+) -> Problem:
+    """The engine's problem for this node. `head` is the layer whose input is averaged per class, if the work asks for it."""
     if node.data.task != task.name:
         raise SettingError("data(context)", node.data.task, f"the run's task is {task.name}; set another `task` in its settings")
     device = pick_device(str(context.node_config.get("device", "auto")))
     classes = node.data.classes if head is None else class_count(module, head, node)
-    return Setting(module, node.data.x_train, node.data.y_train, classes, local, device, loss or task.loss)
+    return Problem(module, node.data.x_train, node.data.y_train, classes, local, device, loss or task.loss)
 
 
 @torch.no_grad()

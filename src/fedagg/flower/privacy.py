@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from fedagg import wire
 from fedagg.clients import Clients, Outcome
 from fedagg.errors import SettingError
 from fedagg.flat import Model
-from fedagg.work import Work
+from fedagg.work import Report, Work
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,11 @@ class PrivateClients(Clients):
         travel = float(rates.double().sum()) * self.effective_steps
         along = mean @ work.field.T if work.field is not None else mean[:0]
         ones = torch.ones(n, dtype=torch.float64)
+        # No client's own numbers are known, but for those that the work determines.
+        report: dict[str, Any] = {one.name: 0 * ones for one in fields(Report)}
+        report |= {"steps": ones * self.steps * self.epochs, "rates": rates.double().expand(n, -1)}
         return Outcome(
+            **report,
             clients=list(self.ids),
             mean=mean,
             plain=mean,
@@ -157,14 +161,8 @@ class PrivateClients(Clients):
             theta=ones / n,
             size=ones,
             weight=ones,
-            steps=ones * self.steps * self.epochs,
             travel=ones * travel,
             norm2=ones * float(mean.double().square().sum()),
             along=ones[:, None] * along.double(),
-            loss=torch.zeros(n, dtype=torch.float64),
-            first=torch.zeros(n, dtype=torch.float64),
-            behind=torch.zeros(n, dtype=torch.float64),
-            norm=torch.zeros(n, dtype=torch.float64),
-            rates=rates.double().expand(n, -1),
             sent=work.field,
         )

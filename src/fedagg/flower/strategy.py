@@ -26,7 +26,7 @@ from torch import nn
 
 import fedagg
 from fedagg import algorithms, checks, files, record, wire
-from fedagg import result as outcome
+from fedagg import result as results
 from fedagg.checkpoint import Checkpoint
 from fedagg.clients import Clients, TooFew
 from fedagg.config import Config
@@ -222,7 +222,7 @@ class FedAggStrategy(Strategy):
         self.grid: Grid | None = None
         self.extra = ConfigRecord()
         self.ask: Ask = list
-        self.result: outcome.Result | None = None  # set when all rounds are done
+        self.result: results.Result | None = None  # set when all rounds are done
         self.stopped = False  # by a callback
         self.heads: dict[str, nn.Module] = {}
         self.about: list[dict[str, Any]] = []  # this process's lines of clients.jsonl
@@ -376,8 +376,8 @@ class FedAggStrategy(Strategy):
         """Save the final model and figures, when all rounds are done."""
         self.server.model = messages.read_model(arrays, self.layout)
         self.announce()
-        score, best, loss = outcome.scores(self.record.history, self.task.metric)
-        self.result = outcome.Result(
+        score, best, loss = results.scores(self.record.history, self.task.metric)
+        self.result = results.Result(
             config=self.config,
             history=self.record.history,
             model=self.layout.unpack(self.server.reported_model, self.module),

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from fedagg.config import Config
-from fedagg.engines.base import Engine
 from fedagg.flat import Model
 from fedagg.result import Result
-from fedagg.work import Chunk, Job, Memory, Work
+from fedagg.work import Chunk, Engine, Job, Memory, Work
 
 
 @dataclass
