@@ -25,6 +25,7 @@ from fedagg.clients import Clients, NoClients, Yardstick
 from fedagg.config import Config
 from fedagg.engines.base import Problem
 from fedagg.engines.threaded import Threaded
+from fedagg.errors import SettingError
 from fedagg.faults import Faults
 from fedagg.flat import Model
 from fedagg.work import Chunk, ClientOptions, Job, Work
@@ -173,8 +174,8 @@ def test_one_step_a_round_learns(engine: str) -> None:
 @pytest.mark.parametrize("lost", [math.nan, math.inf, 1e9, 4.0])
 @pytest.mark.parametrize(("first", "low", "best"), [(2.0, 1.0, 0.5), (-0.5, -1.0, -2.0)])
 def test_what_blew_up_counts_as_twice_the_first_loss(first: float, low: float, best: float, lost: float) -> None:
-    """Means of two clients of 1, 0.5 and 4, so that the best is ½ · (1 - 4)/(1 - 1 + 4) steps further, and the rate half a step
-    above it. Where the first loss is -0.5, twice that is nothing: -1, -2 and 0."""
+    """Means of two clients of 1, 0.5 and 4, so that the best is ½ · (1 - 4)/(1 - 1 + 4) steps further, and the rate 0.65 of a
+    step above it. Where the first loss is -0.5, twice that is nothing: -1, -2 and 0."""
 
     class Given(Quadratic):
         def run(self, model: Model, work: Work, jobs: list[Job], memory: Any) -> Any:
@@ -185,7 +186,7 @@ def test_what_blew_up_counts_as_twice_the_first_loss(first: float, low: float, b
                 yield chunk
 
     high = first + abs(first)
-    expected = 0.04 * 2 ** (0.5 + 0.5 * (low - high) / (low - 2 * best + high))
+    expected = 0.04 * 2 ** (0.65 + 0.5 * (low - high) / (low - 2 * best + high))
     assert found(started(lr=0.01), federation_of(2, engine=Given())) == pytest.approx(expected)
 
 
@@ -322,7 +323,7 @@ def planned(phi1: Tensor, rate: float, **options: Any) -> Work:
 def test_rates_are_those_of_theorem_1_along_the_planned_path(alpha: float) -> None:
     """In units of S φ1 the path is a line: φ1[l] = 1 and φ2[k] = -η_ref k. The own share is √0.25, so that η_ref is 0.2."""
     phi1, pace = torch.tensor([3.0, -4.0]), 0.2
-    work = planned(phi1, 0.1, alpha=alpha)
+    work = planned(phi1, 0.1, theorem=True, alpha=alpha)
     path = -pace * torch.arange(EPOCHS + 1.0)[:, None]
     for epoch in range(EPOCHS):
         for off in (1.0, 0.5):  # a client on its way, and one that has fallen behind
@@ -340,18 +341,35 @@ def test_rates_are_those_of_theorem_1_along_the_planned_path(alpha: float) -> No
 def test_alpha_has_no_unit() -> None:
     """A gradient ten times as long, at a tenth of the rate, is the same plan."""
     phi1 = torch.tensor([3.0, -4.0])
-    work, scaled = planned(phi1, 0.1), planned(10 * phi1, 0.01)
+    work, scaled = planned(phi1, 0.1, theorem=True), planned(10 * phi1, 0.01, theorem=True)
     assert scaled.own == work.own
     w = torch.tensor([[-0.7, 0.2], [0.3, 1.0]])
     for epoch in range(EPOCHS):
         torch.testing.assert_close(10 * scaled.rates(epoch, w, torch.zeros(2)), work.rates(epoch, w, torch.zeros(2)))
 
 
+def test_alpha_without_the_theorem_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"alpha = 0.5: weighs the rates of Theorem 1; add --theorem"):
+        fedagg.run(alpha=0.5, rounds=1)
+
+
 def test_without_the_theorem_all_rates_are_the_pace() -> None:
-    work = planned(torch.tensor([3.0, -4.0]), 0.1, theorem=False)
+    work = planned(torch.tensor([3.0, -4.0]), 0.1)
     far = torch.tensor([[5.0, 5.0]])
     assert [float(work.rates(epoch, far, torch.zeros(2))) for epoch in range(EPOCHS)] == pytest.approx([0.2] * EPOCHS)
     assert (work.own, work.behind, work.slope) == (0.5, 0.7, None)
+
+
+def test_the_agreement_is_the_mean_of_the_first_rounds_and_then_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: 0.8; (0.8 + 0.4)/2; ... from the seventh round on a new value weighs 0.15, which is more than 1/7."""
+    told = [0.8, 0.4, 0.6, 0.2, 0.5, 0.5, 1.0, 0.0]
+    values = iter(told)
+    monkeypatch.setattr(meanfield, "agreement", lambda *given: next(values))
+    method, model, found = started(lr=0.01, pace="base"), Model(torch.zeros(1), torch.zeros(0)), []
+    for t in range(len(told)):
+        model = method.round(model, federation_of(6, model.w, t=t))
+        found.append(method.state["agreement"])
+    assert found == pytest.approx([0.8, 0.6, 0.6, 0.5, 0.5, 0.5, 0.575, 0.85 * 0.575])
 
 
 # --- gradients that are far longer than the others --------------------------------------------------------------------
@@ -566,7 +584,28 @@ def test_a_rate_at_which_clients_diverge_is_halved_until_they_do_not() -> None:
     method = started(lr=1.0, pace="base")
     assert trained(method, 1) == 10.5  # the round is not used
     assert trained(method, 12) < 0.5
-    assert 0.2 < method.state["rate"] <= 0.5
+    assert 0.1 < method.state["rate"] <= 0.5
+
+
+def test_the_guard_goes_back_to_the_model_it_kept() -> None:
+    """With the field that led to it, its usual length of a step, and half the rate; what the guard does not keep stays."""
+    state: dict[str, Any] = {"phi1": torch.ones(1), "known": 3, "agreement": 0.5, "back": 0.1, "rate": 0.4, "trend": 7.0}
+    clients = federation_of(2)
+    guard.keep(state, Model(torch.tensor([2.0]), torch.tensor([5.0])), usual=0.3)
+    state |= {"phi1": -torch.ones(1), "known": 4, "agreement": 0.9, "back": 0.2, "trend": 8.0}
+    clients.yardstick.length = 60.0
+    back = guard.undo(state, clients)
+    assert (back.w.tolist(), back.buffers.tolist(), clients.yardstick.length) == ([2.0], [5.0], 0.3)
+    assert [state[name] for name in ("phi1", "known", "agreement", "back", "rate", "trend")] == [
+        torch.ones(1),
+        3,
+        0.5,
+        0.1,
+        0.2,
+        8.0,
+    ]
+    guard.slow_down(state, clients, usual=0.7)
+    assert (state["rate"], clients.yardstick.length) == (0.1, 0.7)
 
 
 def outcome(first: list[float], loss: list[float] | None = None, behind: list[float] | None = None) -> Any:

@@ -126,10 +126,10 @@ def test_fedavg_with_the_same_steps_does_not() -> None:
 
 @pytest.mark.slow
 def test_fedagg_reaches_it_if_clients_remember() -> None:
-    """Its pull on the weights is what is left. Rates of at least half the pace make the way there longer."""
-    assert far(run("fedagg", 120, epochs=5, lr=0.1, memory="on"), OPTIMUM) < 0.03
-    assert far(run("fedagg", 240, epochs=5, lr=0.1, memory="on"), OPTIMUM) < 0.015
-    assert far(run("fedagg", 240, epochs=5, lr=0.1, memory="off"), OPTIMUM) > 0.05
+    """Its pull on the weights is what is left."""
+    assert far(run("fedagg", 120, epochs=5, lr=0.1, memory="on"), OPTIMUM) < 0.015
+    assert far(run("fedagg", 240, epochs=5, lr=0.1, memory="on"), OPTIMUM) < 0.006
+    assert far(run("fedagg", 240, epochs=5, lr=0.1, memory="off"), OPTIMUM) > 0.02
 
 
 @pytest.mark.slow

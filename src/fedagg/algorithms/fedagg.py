@@ -7,10 +7,12 @@ Clients step along a mix of their own gradient and the aggregated one (Eq. 9 bet
 - λ, their own share of the step, from how far their gradients agree. The pace of the federation is the own rate over λ, so that a
   client's own gradient always has the same weight. The less clients agree, the longer they continue in the common direction.
 
-Theorem 1 then gives every client its rate for every epoch around that pace, and the server pulls the weights back a little. Clients
-remember their gradients, which takes the drift out of the next: the last one if the model is linear, an average if it is a network,
-nothing if its layers are normalised. None of this has a unit: if the loss, or the inputs of a linear model, are multiplied by ten,
-the run is the same at rates scaled to match.
+Clients remember their gradients, which takes the drift out of the next: the last one if the model is linear, an average if it is a
+network, nothing if its layers are normalised. The server pulls the weights back a little. None of this has a unit: if the loss, or
+the inputs of a linear model, are multiplied by ten, the run is the same at rates scaled to match.
+
+All clients move at the pace. Rates by Theorem 1 around it, one for every client and epoch, are an option: on held-out data they
+cost a little (docs/fedagg.md).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from fedagg import meanfield, models
 from fedagg.algorithms import guard
 from fedagg.algorithms.base import Algorithm, option, register
 from fedagg.clients import Clients, NoClients, Outcome
+from fedagg.errors import SettingError
 from fedagg.flat import Layout, Model
 from fedagg.memory import is_much
 from fedagg.work import Chunk, Work
@@ -34,29 +37,30 @@ from fedagg.work import Chunk, Work
 LEAST_OWN = 0.1  # lower bound of λ: a client that ignored its own gradient would teach the server nothing
 STILL = 0.001  # as a share of the base rate: clients that hardly move show the state at the start
 RATES = 14  # largest number of rates to try before the first round
-BOLD = 0.5  # the own rate is this power of two above the rate that lowers the loss most in the first round
+BOLD = 0.65  # the own rate is this power of two above the rate that lowers the loss most in the first round
 FALL = 1 / 3  # share of the rounds, at the end, in which the own rate falls to zero; half of it if all clients take part
 TAIL = 3.0  # later models weigh more in the average of the path: the η of Shamir and Zhang
 CLIP = 1.5  # largest norm of a mini-batch gradient, as a multiple of the usual norm at the start
 DECAY = 0.003  # weight decay, as a share of the distance that gradients covered
 NORMALISED_DECAY = 0.017  # the same for networks whose layers are normalised: there it costs nothing but noise
 MEMORY = 0.85  # weight of earlier rounds in the agreement and in the change of the loss
-BAND = 2.0  # rates differ from the pace by at most this factor
-KEPT = ("phi1", "known", "agreement", "back")  # what is restored when a round is undone
+BAND = 2.0  # rates by Theorem 1 differ from the pace by at most this factor
 
 
 @register("fedagg")
 @dataclass
 class FedAgg(Algorithm):
-    alpha: float = option(0.1, "α, the weight of the rate against the deviation", gt=0, lt=1)
+    alpha: float = option(0.1, "α, the weight of the rate against the deviation; in the default version with theorem", gt=0, lt=1)
     direction: Literal["mixed", "local"] = option("mixed", "what a client steps along")
     pace: Literal["measured", "base"] = option("measured", "how the rate of a client's own gradient is set")
-    theorem: bool = option(True, "rates by Theorem 1; else all the same")
+    theorem: bool = option(False, "rates by Theorem 1, for every client and epoch; else the same for all")
     memory: Literal["auto", "on", "off"] = option("auto", "do clients remember their gradients? auto: where it helps")
     scheduled: ClassVar[bool] = False
     remembers: ClassVar[bool] = True
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
+        if self.alpha != FedAgg.alpha and not self.theorem:
+            raise SettingError("alpha", self.alpha, "weighs the rates of Theorem 1; add --theorem, or choose --variant paper")
         self.departure, self.rate = math.nan, 0.0
         self.decay = NORMALISED_DECAY if models.is_normalised(module) else DECAY
         self.linear = models.is_linear(module)
@@ -79,7 +83,7 @@ class FedAgg(Algorithm):
                 "control": torch.zeros_like(model.w),  # the mean of what all clients remember
                 "heard": False,  # did all clients report the norm of their gradients?
             }
-        self.keep(model, 0.0)
+        guard.keep(self.state, model, 0.0)
 
     def own_share(self) -> float:
         """λ, the weight of the client's own gradient: the square root of the agreement, or 1 while there is no field."""
@@ -193,17 +197,16 @@ class FedAgg(Algorithm):
             out = clients.train(work)
         except NoClients:
             if guard.blown_up(clients):
-                return self.undo(clients)
+                return guard.undo(self.state, clients)
             raise
         self.follow(work, out, clients)
         looked, judged = self.state["back"] != 0.0 and out.sent is not None, guard.enough(len(out.clients), clients)
         if guard.blown_up(clients) or (looked and judged and guard.broken(out, self.state["start"])):
-            return self.undo(clients)
+            return guard.undo(self.state, clients)
         if judged and guard.unruly(out, self.state["start"]):
-            self.state["rate"] /= 2
-            clients.yardstick.length = usual
+            guard.slow_down(self.state, clients, usual)
             return model
-        self.keep(model, usual)
+        guard.keep(self.state, model, usual)
         if looked:
             self.look_back(out)
         self.learn(work, out)
@@ -223,8 +226,9 @@ class FedAgg(Algorithm):
         gradient = fresh - momentum  # λ times the mean of the clients' own gradients
         each = float((out.norm2 / out.travel**2).mean()) + float((momentum.double() * (momentum - 2 * fresh).double()).sum())
         now = meanfield.agreement(float(gradient.double().square().sum()), each, len(out.clients))
-        before = self.state["agreement"] if self.state["known"] else now
-        self.state |= {"agreement": MEMORY * before + (1 - MEMORY) * now, "phi1": fresh, "known": self.state["known"] + 1}
+        known = self.state["known"] + 1
+        share = max(1 / known, 1 - MEMORY)  # in the first rounds the mean of all, or the first would count for most
+        self.state |= {"agreement": (1 - share) * self.state["agreement"] + share * now, "phi1": fresh, "known": known}
 
     def look_back(self, out: Outcome) -> None:
         """Record how the last step changed the loss, on the current samples."""
@@ -252,20 +256,6 @@ class FedAgg(Algorithm):
 
     def reported(self, model: Model) -> Model:
         return Model(self.state["shown"], self.state["shown/buffers"])
-
-    def keep(self, model: Model, usual: float) -> None:
-        """Remember a model that was not broken, the field that led to it, and the usual length of a step before clients trained on
-        it: in a round that breaks the model, most lengths may be outliers."""
-        self.state |= {"good/w": model.w, "good/buffers": model.buffers, "good/yardstick": usual}
-        self.state |= {f"good/{name}": self.state[name] for name in KEPT}
-
-    def undo(self, clients: Clients) -> Model:
-        """Go back to the last good model, at half the rate. The rounding error belongs to the broken field, and is dropped too."""
-        clients.forget()
-        clients.yardstick.length = self.state["good/yardstick"]
-        self.state |= {name: self.state[f"good/{name}"] for name in KEPT}
-        self.state["rate"] /= 2
-        return Model(self.state["good/w"], self.state["good/buffers"])
 
     def figures(self) -> dict[str, float]:
         own = self.own_share()

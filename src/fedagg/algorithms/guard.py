@@ -8,15 +8,18 @@ start: losses near zero often double, which means little.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import Tensor
 
 from fedagg.clients import Clients, Outcome
+from fedagg.flat import Model
 
 LOSS_JUMP = 0.25  # a step that raises the loss by more than this share of the loss at the start broke the model
 DOUBT = 3.0  # standard errors that may be chance
 FEW = 4  # fewer of many clients say nothing about the others
 LOST_SHARE = 0.2  # if more clients than this share diverge, the model or the rate is to blame
+KEPT = ("phi1", "known", "agreement", "back")  # what led to a model, and is restored with it
 
 
 def enough(count: int, clients: Clients) -> bool:
@@ -52,3 +55,24 @@ def blown_up(clients: Clients) -> bool:
 
     lost = [c for c, report in clients.reported.items() if c in clients.left_out and not report.loss < worse(report.first)]
     return len(lost) > LOST_SHARE * len(clients.reported)
+
+
+def keep(state: dict[str, Any], model: Model, usual: float) -> None:
+    """Remember a model that was not broken, the field that led to it, and the usual length of a step before clients trained on
+    it: in a round that breaks the model, most lengths may be outliers."""
+    state |= {"good/w": model.w, "good/buffers": model.buffers, "good/yardstick": usual}
+    state |= {f"good/{name}": state[name] for name in KEPT}
+
+
+def slow_down(state: dict[str, Any], clients: Clients, usual: float) -> None:
+    """Do not count this round, and halve the rate."""
+    clients.yardstick.length = usual
+    state["rate"] /= 2
+
+
+def undo(state: dict[str, Any], clients: Clients) -> Model:
+    """Go back to the last good model, at half the rate. The rounding error belongs to the broken field, and is dropped too."""
+    clients.forget()
+    slow_down(state, clients, state["good/yardstick"])
+    state |= {name: state[f"good/{name}"] for name in KEPT}
+    return Model(state["good/w"], state["good/buffers"])
