@@ -1,4 +1,4 @@
-"""fedagg: federated learning with learning rates in closed form."""
+"""fedagg: federated learning without a learning rate to choose."""
 
 from __future__ import annotations
 

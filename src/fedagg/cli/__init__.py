@@ -93,7 +93,7 @@ def version(asked: bool) -> None:
 def options(
     _: Annotated[bool, typer.Option("--version", help="Show the version and exit.", callback=version, is_eager=True)] = False,
 ) -> None:
-    """Federated learning with learning rates in closed form."""
+    """Federated learning without a learning rate to choose."""
 
 
 def main(arguments: list[str] | None = None) -> None:
