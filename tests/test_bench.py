@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,20 @@ def test_memory_is_that_of_the_process_and_its_children(result: dict[str, Any]) 
         assert both - alone > 90_000_000
     finally:
         child.communicate(b"\n")
+
+
+def test_a_network_from_a_plugin_is_timed(tmp_path: Path) -> None:
+    """Rivals run in processes of their own, which have to load it, too; and it is tried, as it may do what no form supports."""
+    plugin = tmp_path / "my_network.py"
+    plugin.write_text(
+        "from torch import nn\nfrom fedagg import models\n"
+        "@models.register('bench-tiny')\n"
+        "def network(shape, classes): return nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, classes))\n"
+    )
+    task = replace(TINY, model="bench-tiny", rounds=1, plugin=str(plugin))
+    rows = {row["rival"]: row for row in measure.bench(task, ["plain", "auto"], passes=1)["rows"]}
+    assert rows["plain"]["median"] > 0
+    assert "stacked" in rows["auto"]["note"]
 
 
 def test_operations_are_counted() -> None:

@@ -16,9 +16,9 @@ from fedagg.work import ClientOptions
 
 def run(engine_name: str, task: Task, tick: Callable[[], None], ready: Callable[[str], None] = lambda note: None) -> str:
     """Run the task. Returns the engine's note; `ready` is called with it before the first round."""
-    config = make({"algorithm": "fedavg", "lr": task.lr, "precision": task.precision})
-    local = ClientOptions(epochs=task.epochs, batch_size=task.batch_size)
     device, module, (x, y) = torch.device(task.device), task.module(), task.data()
+    config = make({"algorithm": "fedavg", "model": task.model, "lr": task.lr, "precision": task.precision})
+    local = ClientOptions(epochs=task.epochs, batch_size=task.batch_size)
     problem = Problem(module, x, y, task.classes, local, device)
     method = algorithms.build("fedavg", {"lr": task.lr})
     now = problem.layout.pack(module).to(device)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedagg import models, seeding
+from fedagg import models, plugins, seeding
 
 CLASSES = 10
 SMALL = ("linear", "mlp", "mnist-cnn", "lenet5")  # timed on 1×28×28, the others on 3×32×32
@@ -31,6 +31,7 @@ class Task:
     device: str = "cpu"
     precision: str = "tf32"
     seed: int = 0
+    plugin: str = ""  # files or modules that bring the network, if it is the user's own
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -47,6 +48,7 @@ class Task:
         return max(1, round(self.participation * self.clients))
 
     def module(self) -> nn.Module:
+        plugins.load(plugins.parse_names(self.plugin))
         return models.build(self.model, self.shape, self.classes, seed=seeding.derive(self.seed, "model"))
 
     def client(self, client: int) -> tuple[Tensor, Tensor]:

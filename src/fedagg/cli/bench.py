@@ -9,10 +9,11 @@ from typing import Annotated
 
 import typer
 
-from fedagg import models
+from fedagg import models, plugins
 from fedagg.bench import measure, neighbours, table
 from fedagg.bench.rivals import RIVALS
 from fedagg.bench.task import Task
+from fedagg.cli.catalogue import Plugin
 from fedagg.cli.show import err, out
 from fedagg.config import choices
 from fedagg.errors import SettingError, unknown
@@ -38,8 +39,11 @@ def bench(
     seconds: Annotated[float, typer.Option(min=0.01, help="with --neighbours: how long each turn lasts")] = 5.0,
     out_dir: Annotated[Path | None, typer.Option("--out", help="keep the table in this folder, as JSON and Markdown")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False,
+    plugin: Plugin = None,
 ) -> None:
     """Time FedAvg's rounds: plain PyTorch loops, our engines, and your own loops."""
+    given = plugins.parse_names(plugin)
+    plugins.load(given)
     if model not in models.names():
         raise unknown("model", model, models.names())
     if not 0 < participation <= 1:
@@ -54,6 +58,7 @@ def bench(
         samples=samples,
         device=str(pick_device(device)),
         precision=precision,
+        plugin=",".join(given),
     )
     if beside:
         side_by_side(task, beside, seconds, passes, as_json)
