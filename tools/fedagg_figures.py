@@ -4,11 +4,12 @@ base-rate.png and local-work.png, from results/: accuracy against the base rate,
 rates.png and departure.png, from runs on the embedded images: accuracy against the base rate for several methods, and how far
 clients are from where the model of Theorem 1 puts them.
 
-python tools/fedagg_figures.py
+python tools/fedagg_figures.py [base_rate | local_work | rates | departure]...    (all of them without a name)
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,6 @@ def dress(axis: Any, title: str) -> None:
 
 
 if __name__ == "__main__":
-    base_rate()
-    local_work()
-    rates()
-    departure()
+    drawn = {draw.__name__: draw for draw in (base_rate, local_work, rates, departure)}
+    for name in sys.argv[1:] or drawn:
+        drawn[name]()
