@@ -50,7 +50,7 @@ BAND = 2.0  # rates by Theorem 1 differ from the pace by at most this factor
 @register("fedagg")
 @dataclass
 class FedAgg(Algorithm):
-    alpha: float = option(0.1, "α, the weight of the rate against the deviation; in the default version with theorem", gt=0, lt=1)
+    alpha: float = option(0.1, "α, the weight of the rate against the deviation, if theorem is on", gt=0, lt=1)
     direction: Literal["mixed", "local"] = option("mixed", "what a client steps along")
     pace: Literal["measured", "base"] = option("measured", "how the rate of a client's own gradient is set")
     theorem: bool = option(False, "rates by Theorem 1, for every client and epoch; else the same for all")
