@@ -106,7 +106,7 @@ def test_progress_adds_up(folder: Path) -> None:
 
 def test_runs_that_differ_in_a_setting_are_told_apart(tmp_path: Path) -> None:
     for alpha in (0.1, 0.5):
-        config = Config(alpha=alpha, **SETTINGS | {"rounds": 1}, engine="batched")
+        config = Config(theorem=True, alpha=alpha, **SETTINGS | {"rounds": 1}, engine="batched")
         fedagg.run(config, out=tmp_path / f"a{alpha}")
     (group,) = content.gather([tmp_path]).groups
     assert set(group.series) == {"FedAgg alpha 0.1", "FedAgg alpha 0.5"}

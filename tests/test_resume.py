@@ -143,7 +143,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"lr": 0.2}, ["lr was 0.1, now 0.2"]),
         ({"algorithm": "fedavg"}, ["algorithm was 'fedagg', now 'fedavg'"]),
         ({"seed": 1, "batch_size": 4}, ["seed was 0, now 1", "batch_size was 8, now 4"]),
-        ({"alpha": 0.5}, ["alpha was 0.1, now 0.5"]),
+        ({"theorem": True}, ["theorem was False, now True"]),
         ({"corrupt_rate": 0.5}, ["corrupt_rate was 0.0, now 0.5"]),
         ({"rounds": 1}, ["rounds = 1", "has done 2 already"]),
     ],
