@@ -330,7 +330,7 @@ def test_rates_are_those_of_theorem_1_along_the_planned_path(alpha: float) -> No
             expected = meanfield.learning_rates(torch.ones(EPOCHS, 1), path, off * path[epoch], alpha, epoch)[0]
             w = off * path[epoch] * STEPS * phi1
             found = float(work.rates(epoch, w[None], torch.zeros(2))[0])
-            assert found == pytest.approx(min(2 * pace, max(0.5 * pace, float(expected))), rel=1e-5)
+            assert found == pytest.approx(min(pace, max(0.5 * pace, float(expected))), rel=1e-5)
             if alpha < 1e-5 and off == 1.0:
                 assert found == pytest.approx(pace, rel=1e-3)
     assert (work.own, work.behind) == (0.5, 0.7)

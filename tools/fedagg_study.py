@@ -69,7 +69,7 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "LEAST_OWN 0.2": {"LEAST_OWN": 0.2},
     "MEMORY 0.7": {"MEMORY": 0.7},
     "TAIL 6": {"TAIL": 6.0},
-    "rates by Theorem 1": {"theorem": True, "BOLD": 0.5},
+    "rates by Theorem 1": {"theorem": True},
     "rates by Theorem 1, alpha 0.5": {"theorem": True, "alpha": 0.5},
     "no memory": {"memory": "off"},
     "own gradient alone": {"direction": "local"},

@@ -11,8 +11,8 @@ Clients remember their gradients, which takes the drift out of the next: the las
 network, nothing if its layers are normalised. The server pulls the weights back a little. None of this has a unit: if the loss, or
 the inputs of a linear model, are multiplied by ten, the run is the same at rates scaled to match.
 
-All clients move at the pace. Rates by Theorem 1 around it, one for every client and epoch, are an option: on held-out data they
-cost a little (docs/fedagg.md).
+All clients move at the pace. Rates by Theorem 1, one for every client and epoch, are an option. They slow down clients that run
+ahead; on held-out data this gains nothing (docs/fedagg.md).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CLIP = 1.5  # largest norm of a mini-batch gradient, as a multiple of the usual 
 DECAY = 0.003  # weight decay, as a share of the distance that gradients covered
 NORMALISED_DECAY = 0.017  # the same for networks whose layers are normalised: there it costs nothing but noise
 MEMORY = 0.85  # weight of earlier rounds in the agreement and in the change of the loss
-BAND = 2.0  # rates by Theorem 1 differ from the pace by at most this factor
+BAND = 2.0  # rates by Theorem 1 are below the pace by at most this factor
 
 
 @register("fedagg")
@@ -165,7 +165,7 @@ class FedAgg(Algorithm):
         ahead = torch.arange(1, epochs + 1, dtype=torch.float64).flip(0).cumsum(0).flip(0)  # Σ_{k>p} k
         rate, slope = meanfield.affine_rates(torch.ones(epochs, epochs), -pace * ahead, self.alpha)
         slope = slope.sum(1, keepdim=True) / (steps * norm2)
-        return replace(work, rate=rate, slope=slope, low=pace / BAND, high=pace * BAND)
+        return replace(work, rate=rate, slope=slope, low=pace / BAND, high=pace)
 
     def recalls(self, clients: Clients) -> bool:
         """Do clients remember in this round? Not if they are expected to take part at most twice: most could recall nothing. A
