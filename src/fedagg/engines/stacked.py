@@ -97,6 +97,7 @@ class StackedNetwork:
             self.named[node.name] = place
         self.pair_up()
         layers = [place.layer for place in self.places]
+        self.flattens = all(isinstance(place.layer, Flatten) for place in self.places if None in place.sources)
         self.norms = [layer for layer in layers if isinstance(layer, BatchNorm)]
         # A single client's linear layer on a CPU is limited by memory. Stepping while its gradient is computed saves two passes.
         alone = n == 1 and device.type == "cpu" and not problem.half
@@ -208,7 +209,7 @@ class StackedNetwork:
 
     def taken(self, x: Tensor) -> Tensor:
         """Samples in the type and memory order that the layers need."""
-        return x.to(self.dtype, memory_format=torch.channels_last) if x.dim() == 4 else x
+        return x.to(self.dtype, memory_format=torch.channels_last) if x.dim() == 4 and not self.flattens else x
 
     def feeds(self, head: str) -> bool:
         """Is the input of that layer available? Other layers may be fused with the one before them."""
