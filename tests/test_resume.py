@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -111,6 +112,27 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_way_on(tmp_path: Path) -> None:
     rounds = len(tiny.rows(run))
     assert json.loads((run / "result.json").read_text())["interrupted"] is True
     assert fedagg.checkpoint.latest(run / "checkpoints").round == rounds  # type: ignore[union-attr]
+
+
+def test_a_run_killed_before_it_had_begun_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    for at in (0, 1):  # before environment.json is in place, and before config.toml is
+
+        def replace(*args: Any, real: Any = os.replace, left: list[int] = [at]) -> None:  # noqa: B006  counts down
+            if left[0] == 0:
+                raise SystemExit  # past every handler, as a kill is
+            left[0] -= 1
+            real(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", replace)
+            with pytest.raises(SystemExit):
+                tiny.job(out=run, rounds=1)
+        (left,) = run.glob(".*.part")
+        left.rename(run / left.name.replace(str(os.getpid()), "1"))  # the next try is another process
+        tiny.job(out=run, rounds=1)
+        assert list(run.glob(".*")) == []
+        shutil.rmtree(run)
 
 
 # --- settings -------------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def flush(path: Path) -> None:
 
 def remove_temporary(path: Path) -> None:
     """Remove temporary files that a killed process left behind."""
-    for part in path.glob(".*.part"):
+    for part in [*path.glob(".*.part"), *path.glob(".probe.*")]:
         with suppress(OSError):
             part.unlink()
 

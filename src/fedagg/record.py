@@ -53,6 +53,7 @@ class Record:
             raise SettingError("out", str(folder), "already contains a run; choose another folder, or --resume it")
         self.claim = files.Claim(folder, "out")
         with self.closed_on_failure():
+            files.remove_temporary(folder)  # of a run that was killed before it had begun
             # config.toml comes last: a folder that has one is a run that can be resumed.
             files.write(folder / "environment.json", json.dumps({"format": FORMAT, **environment}, indent=2))
             files.write(folder / "config.toml", config.toml())
