@@ -184,6 +184,16 @@ def test_the_command_refuses_too(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "lr was 0.01, now 0.3" in refused(capsys, "run", "--resume", tmp_path / "run", "--lr", "0.3")
 
 
+def test_only_a_run_with_a_folder_reads_all_its_data_for_their_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(fedagg.federation, "fingerprint", lambda *_: asked.append("data") or {"data": "a checksum"})
+    tiny.job(rounds=1)
+    assert asked == []
+    tiny.job(rounds=1, out=tmp_path / "run")
+    assert asked == ["data"]
+    assert json.loads((tmp_path / "run" / "environment.json").read_text())["given"] == {"data": "a checksum"}
+
+
 def test_other_data_another_model_or_other_parts_are_refused(tmp_path: Path, ended: Path) -> None:
     data = tiny.dataset()
     other = Dataset(data.x_train + 1, data.y_train, data.x_test, data.y_test, classes=3)

@@ -155,7 +155,8 @@ def run(
         config = checks.recorded_config(resume, given, method)
     config = checks.merge_config(config, given, preset, settings, method)
     rules = stopping.rules(config)
-    simulation = Simulation(config, method, data, model, parts, loss, wrap, metric)
+    recorded = out is not None or resume is not None
+    simulation = Simulation(config, method, data, model, parts, loss, wrap, metric, recorded)
     config, server, timing = simulation.config, simulation.server, simulation.timing
     with simulation.record(out, resume) as run_record, bar.show_bar(progress, config.method) as bars:
         watching = () if simulation.is_follower else (*rules, *callbacks, *bars)
@@ -212,6 +213,7 @@ class Simulation:
         loss: Loss | None,
         wrap: Callable[[engines.Engine], engines.Engine] | None,
         metric: Metric | Callable[[Tensor, Tensor], Tensor] | None = None,
+        recorded: bool = False,
     ) -> None:
         self.timing = Timing()
         self.device = pick_device(config.device)
@@ -253,7 +255,10 @@ class Simulation:
             ),
         )
         self.timing.lap("network and engine")
-        self.given, self.identity = given.name, fingerprint(config, given, parts, self.module, loss, self.task)
+        # Only a run with a folder can be resumed, and large data take a second or more.
+        self.given, self.identity = given.name, dict[str, str]()
+        if recorded:
+            self.identity = fingerprint(config, given, parts, self.module, loss, self.task)
         self.timing.lap("checksum")
 
     @property
