@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, make_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 import tomli_w
@@ -15,7 +16,9 @@ import fedagg
 import tiny
 from fedagg import Algorithm, cli, option, register
 from fedagg.algorithms import REGISTRY
+from fedagg.algorithms.base import RESERVED
 from fedagg.algorithms.fedprox import FedProx
+from fedagg.cli import train
 from fedagg.clients import Clients
 from fedagg.config import PRESETS, Config, make, read, resolve, resolve_each
 from fedagg.errors import FedaggError, FedaggWarning, SettingError
@@ -192,6 +195,17 @@ def test_records_of_earlier_versions_are_read(tmp_path: Path) -> None:
     assert make(old | {"algorithm": "fedagg", "former": 3}, recorded=True).options["former"] == 3
 
 
+def test_a_record_of_the_papers_version_hides_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has some of the names that mark a record of an earlier version, as options of its own."""
+    written = Config(algorithm="fedagg", variant="paper", rounds=1).toml()
+    (tmp_path / "paper.toml").write_text(written)
+    assert call("run", str(tmp_path / "paper.toml"), "--mu", "5") == 2
+    assert "mu = 5.0: fedagg-paper has no such option" in capsys.readouterr().err
+    (tmp_path / "typo.toml").write_text(written + "roundz = 7\n")
+    assert call("run", str(tmp_path / "typo.toml")) == 2
+    assert "setting = 'roundz': did you mean 'rounds'?" in capsys.readouterr().err
+
+
 # --- registering
 
 
@@ -250,7 +264,65 @@ def test_what_is_no_method_is_not_registered() -> None:
         wrong(dict)
 
 
+def test_names_that_a_run_uses_are_reserved() -> None:
+    """All parameters of `fedagg.run`, and those of its command that are no settings."""
+    of_command = {word for word in inspect.signature(train.run).parameters if word not in ("settings", "as_json", "out_dir")}
+    taken = {*inspect.signature(fedagg.run).parameters, *of_command, "json"} - {"settings"}
+    assert taken - Config.model_fields.keys() <= RESERVED <= taken | Config.model_fields.keys()
+    for name in ("preset", "out", "round"):
+        one = make_dataclass("One", [(name, float, field(default=0.5))], bases=(Algorithm,))
+        with pytest.raises(SettingError, match=rf"One.{name} (has|hides) .*; choose another name for the field"):
+            register("one")(one)
+
+
+def test_options_that_would_vanish_are_refused() -> None:
+    class Bare(Algorithm):
+        kind: ClassVar[str] = "bare"
+        share: float = option(0.5, "share of the rate")
+
+    with pytest.raises(SettingError, match=r"Bare.share is no option: .* write @dataclass right above it"):
+        register("bare")(Bare)
+
+    @dataclass
+    class Capped(Algorithm):
+        cap: float | None = 0.5
+
+    with pytest.raises(SettingError, match=r"Capped.cap may be None, so None must be its default and may mean 0.5"):
+        register("capped")(Capped)
+
+
 # --- objects
+
+
+def test_an_object_keeps_what_its_author_gave_it() -> None:
+    class Own(Algorithm):
+        def __init__(self, shares: list[float]) -> None:
+            super().__init__()
+            self.shares = shares
+
+        def work(self, clients: Clients) -> Work:
+            return replace(super().work(clients), rate=clients.constant(self.shares[clients.t] * self.lr))
+
+    own = Own([0.5, 0.25])
+    own.shares[1] = 0.1
+    assert rates(tiny.job(algorithm=own, rounds=2, epochs=1)) == pytest.approx([0.05, 0.01])
+    assert own.state == {}
+
+
+def test_a_value_worked_out_from_an_option_follows_it() -> None:
+    @dataclass
+    class Doubled(Algorithm):
+        share: float = 0.5
+
+        def __post_init__(self) -> None:
+            self.twice = 2 * self.lr * self.share
+
+        def work(self, clients: Clients) -> Work:
+            return replace(super().work(clients), rate=clients.constant(self.twice))
+
+    config = Config(rounds=1, clients=6, participation=0.5, lr=0.2, epochs=1)
+    result = fedagg.run(config, algorithm=Doubled(), data=tiny.dataset(), model=tiny.network())
+    assert rates(result) == pytest.approx([0.2])
 
 
 def test_an_object_is_a_method_too(tmp_path: Path) -> None:

@@ -126,6 +126,27 @@ def test_a_run_of_nothing_but_ones_own(own: Path) -> None:
     assert call("run", "--resume", "a", "--rounds", "2", "--quiet") == 0
 
 
+def test_several_plugins_with_commas(own: Path) -> None:
+    Path("other_plugin.py").write_text("")
+    both = (str(own), str(own.with_name("other_plugin.py")))
+    assert plugins.parse_names("own_plugin.py, other_plugin.py") == both
+    assert plugins.parse_names(["own_plugin.py,other_plugin.py"]) == both
+
+
+def test_a_script_may_name_itself(own: Path) -> None:
+    text = """
+import fedagg
+@fedagg.register("selfish")
+class Selfish(fedagg.Algorithm): ...
+if __name__ == "__main__":
+    fedagg.run(algorithm="selfish", plugin=__file__, rounds=1, clients=20, progress=False)
+    print("done")
+"""
+    Path("own_script.py").write_text(text)
+    said = subprocess.run([sys.executable, "own_script.py"], capture_output=True, text=True, check=False)
+    assert (said.returncode, said.stdout) == (0, "done\n"), said.stderr
+
+
 def test_a_module_by_its_name_and_a_file_of_settings(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("sub").mkdir()
     Path("sub/c.toml").write_text('plugin = "../own_plugin.py"\nalgorithm = "own-method"\nshare = 0.75\n')  # beside the file

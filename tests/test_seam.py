@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import copy
+import math
+import os
 import re
 import subprocess
 import sys
@@ -11,8 +13,9 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,6 +26,7 @@ import fedagg
 import tiny
 from fedagg import Algorithm, Dataset, algorithms, seeding
 from fedagg.engines import distributed
+from fedagg.engines.base import allows_tf32
 from fedagg.errors import FedaggError, FedaggWarning, SettingError
 from fedagg.flat import Layout
 
@@ -305,7 +309,7 @@ def test_the_trial_of_an_own_step_uses_exact_products() -> None:
 
     class Looking(Careless):
         def step(self, client: Any, w: Tensor, gradient: Any, rate: Tensor, state: Any) -> Any:
-            seen.append(torch.backends.cuda.matmul.allow_tf32)
+            seen.append(allows_tf32())
             return w - rate * gradient(w), state
 
     fedagg.register("own")(Looking)
@@ -328,6 +332,74 @@ def test_a_loss_must_give_a_number_a_sample() -> None:
 
     fedagg.register("own")(Meaned)
     with pytest.raises(SettingError, match=r"loss = .*Meaned.loss.*one number per sample, and gave shape \(\)"):
+        run(dense(), vectors(), "own", engine="sequential")
+
+
+@pytest.mark.parametrize("module", [dense, convolutional])
+def test_a_step_may_change_its_state_in_place(module: Callable[[], nn.Module]) -> None:
+    class Heavy(Algorithm):
+        def work(self, clients: Any) -> Any:
+            return replace(super().work(clients), step=self.step)
+
+        def step(self, client: Any, w: Tensor, gradient: Any, rate: Tensor, state: Any) -> Any:
+            m = state.setdefault("m", torch.zeros_like(w))
+            m.mul_(0.9).add_(gradient(w))
+            return w - rate * m, state
+
+    fedagg.register("own")(Heavy)
+    data = vectors() if module is dense else images()
+    one, many = (run(module(), data, "own", engine=engine, threads=2) for engine in ("sequential", "auto"))
+    assert torch.allclose(one, many, atol=1e-5)
+
+
+def test_a_step_for_one_client_alone_runs_with_convolutions_too() -> None:
+    class Alone(Algorithm):
+        def work(self, clients: Any) -> Any:
+            return replace(super().work(clients), step=self.step)
+
+        def step(self, client: Any, w: Tensor, gradient: Any, rate: Tensor, state: Any) -> Any:
+            g = gradient(w)
+            return w - rate * g / (1 + torch.dot(g, g)), state  # a product of vectors, not of stacks
+
+    fedagg.register("own")(Alone)
+    plain = run(convolutional(), images(), "own", engine="sequential")
+    with pytest.warns(FedaggWarning, match="they train one by one"):
+        ours = run(convolutional(), images(), "own", engine="auto", threads=2)
+    assert torch.allclose(ours, plain, atol=1e-6)  # the two put images in different orders of memory
+
+
+@pytest.mark.parametrize("engine", tiny.ENGINES)
+def test_a_loss_knows_the_number_of_steps(engine: str) -> None:
+    class Scaled(Algorithm):
+        def work(self, clients: Any) -> Any:
+            return replace(super().work(clients), loss=self.loss)
+
+        def loss(self, learner: Any, x: Tensor, y: Tensor) -> Tensor:
+            return learner.criterion(learner.output(x), y) * learner.steps
+
+    fedagg.register("own")(Scaled)
+    ours = run(dense(), vectors(), "own", engine=engine, rounds=1, participation=0.34)  # one client
+    assert ours.isfinite().all()
+    plain = run(dense(), vectors(), "own", engine="sequential", rounds=1, participation=0.34)
+    assert torch.allclose(ours, plain, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"rate": 0.1}, r"Work.rate = 0.1: give a tensor \(2,\) or \(3, 2\); clients.constant\(0.1\) makes one"),
+        ({"rate": torch.ones(3)}, r"Work.rate = 'a tensor \(3,\)': give a tensor \(2,\) or \(3, 2\)"),
+        ({"field": torch.ones(83)}, r"Work.field = 'a tensor \(83,\)': give a tensor \(83, 83\)"),
+        ({"mask": torch.ones(7)}, r"Work.mask = 'a tensor \(7,\)': give a tensor \(83,\)"),
+    ],
+)
+def test_work_of_another_shape_is_refused(given: dict[str, Any], words: str) -> None:
+    class Odd(Algorithm):
+        def work(self, clients: Any) -> Any:
+            return replace(super().work(clients), **given)
+
+    fedagg.register("own")(Odd)
+    with pytest.raises(SettingError, match=words):
         run(dense(), vectors(), "own", engine="sequential")
 
 
@@ -357,6 +429,49 @@ def test_weights_that_cannot_be_are_refused(weights: list[float]) -> None:
     fedagg.register("own")(Odd)
     with pytest.raises(FedaggError, match="weigh: the method must give one number per client"):
         run(dense(), vectors(), "own", engine="batched")
+
+
+def test_weights_of_clients_that_are_left_out_do_not_matter() -> None:
+    class Calm(Algorithm):
+        def weigh(self, chunk: Any) -> list[float]:
+            return (1.0 / torch.linalg.vector_norm(chunk.delta, dim=1)).tolist()  # 0 or not a number for a corrupt answer
+
+    fedagg.register("own")(Calm)
+    result = tiny.job(algorithm="own", corrupt_rate=0.4)
+    assert result.left_out
+    assert math.isfinite(result.history[-1]["loss"])
+
+
+def test_what_clients_remember_has_their_shape() -> None:
+    class Short(Algorithm):
+        def work(self, clients: Any) -> Any:
+            return replace(super().work(clients), memory=1.0)
+
+        def remember(self, chunk: Any, work: Any) -> Tensor:
+            return chunk.delta[:, :4]
+
+    fedagg.register("own")(Short)
+    with pytest.raises(FedaggError, match=r"remember: the method must give a row for each client, \(1, 83\), and gave \(1, 4\)"):
+        run(dense(), vectors(), "own", engine="sequential")
+
+
+def test_a_round_ends_in_a_model_and_figures_are_numbers_of_their_own() -> None:
+    class Nothing(Algorithm):
+        def update(self, model: Any, out: Any, clients: Any) -> Any:
+            return None
+
+    class Figures(Algorithm):
+        own: ClassVar[dict[str, Any]] = {"size": torch.tensor(0.5)}
+
+        def figures(self) -> dict[str, float]:
+            return self.own
+
+    with pytest.raises(FedaggError, match="algorithm Nothing: a round must end in a Model, and gave NoneType"):
+        tiny.job(algorithm=Nothing())
+    assert tiny.job(algorithm=Figures(), rounds=1).history[0]["size"] == 0.5
+    Figures.own = {"round": 9.0}
+    with pytest.raises(FedaggError, match="figures\\(\\) names round, which every record has"):
+        tiny.job(algorithm=Figures(), rounds=1)
 
 
 class Counting(Algorithm):
@@ -397,6 +512,15 @@ def test_what_a_method_changes_in_place_is_found(what: str) -> None:
         tiny.job(algorithm="own")
 
 
+def test_keys_of_the_state_are_texts() -> None:
+    class Numbered(Algorithm):
+        def start(self, model: Any, module: Any, layout: Any) -> None:
+            self.state[3] = 0.0  # type: ignore[index]
+
+    with pytest.raises(FedaggError, match=r"algorithm Numbered: state\[3\]: a key must be a text"):
+        tiny.job(algorithm=Numbered())
+
+
 def test_other_things_in_the_state_are_refused() -> None:
     class Listing(Counting):
         def update(self, model: Any, out: Any, clients: Any) -> Any:
@@ -410,8 +534,8 @@ def test_other_things_in_the_state_are_refused() -> None:
 
 def test_a_callback_stops_the_run_and_need_not_have_every_method(tmp_path: Path) -> None:
     class Enough:
-        def round_done(self, row: dict[str, Any]) -> bool:
-            return bool(row["round"] == 2)
+        def round_done(self, row: dict[str, Any]) -> Any:
+            return np.array(row["round"]) == 2  # NumPy's own kind of truth
 
     ended: list[int] = []
     last = types.SimpleNamespace(finished=lambda result: ended.append(len(result.history)))
@@ -427,21 +551,35 @@ def test_a_callback_stops_the_run_and_need_not_have_every_method(tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_run_leaves_no_switch_behind() -> None:
-    def switches() -> tuple[object, ...]:
-        return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.get_num_threads()
-
+    """Whatever the user has set, which may be visible in one of torch's ways to ask, and an error in another."""
+    code = """
+import torch, tiny
+parts = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.mkldnn.matmul
+def asked(question):
+    try:
+        return question()
+    except RuntimeError as error:
+        return str(error)
+def switches():
+    questions = torch.get_float32_matmul_precision, lambda: torch.backends.cudnn.allow_tf32
+    return [*(part.fp32_precision for part in parts), *map(asked, questions), torch.get_num_threads()]
+def generic(value):
+    torch.backends.fp32_precision = value
+for user in (lambda: None, lambda: torch.set_float32_matmul_precision("medium"), lambda: generic("tf32")):
+    user()
     before = switches()
     for precision in ("fp32", "tf32"):
-        tiny.job(rounds=1, precision=precision, threads=before[2] + 1)
-        assert switches() == before
+        tiny.job(rounds=1, precision=precision, threads=before[-1] + 1)
+        assert switches() == before, (before, switches())
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)})
 
 
 def test_the_names_for_authors_are_in_the_package_and_cost_nothing_until_used() -> None:
     code = "import sys, fedagg; assert 'torch' not in sys.modules; fedagg.data.load; [getattr(fedagg, n) for n in fedagg.__all__]"
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert {"Algorithm", "Work", "Model", "Outcome", "Clients", "Chunk", "register", "Dataset", "Config", "Result", "run"} <= set(
-        fedagg.__all__
-    )
+    wanted = "Algorithm Work Model Outcome Clients Chunk register Dataset Config Result run SettingError"
+    assert set(wanted.split()) <= set(fedagg.__all__) <= set(dir(fedagg))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = fedagg.nothing
 

@@ -33,6 +33,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fedagg.engines.base import set_precision
+
 # The largest relative error that rounding explains. Products of tf32 have 11 bits, of bf16 8, of float16 (the interpreter's) 11.
 EXACT, TF32, SHORT = 2e-5, 3e-3, 2e-2
 
@@ -58,7 +60,7 @@ class Bench:
 
     def set(self, precision: str) -> tuple[torch.dtype, float]:
         """Torch's switches, the type of images, and the error to expect."""
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "fp32"
+        set_precision(precision)
         limit = {"fp32": EXACT, "tf32": TF32, "short": SHORT}[precision]
         return (self.short if precision == "short" else torch.float32), limit
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fedagg.comparison import Comparison, compare
     from fedagg.config import Config
     from fedagg.data import Dataset
+    from fedagg.errors import FedaggError, SettingError
     from fedagg.federation import run
     from fedagg.flat import Layout, Model
     from fedagg.loading import load
@@ -23,19 +24,24 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Algorithm", "Chunk", "Client", "Clients", "Comparison", "Config", "Dataset", "Layout", "Learner", "Model", "Outcome",
-    "Patience", "Result", "StopAt", "Swept", "Tuned", "Work", "compare", "load", "lora", "merge_lora", "option", "register", "run",
-    "sweep", "tune",
+    "Algorithm", "Chunk", "Client", "Clients", "Comparison", "Config", "Dataset", "FedaggError", "Layout", "Learner",
+    "Model", "Outcome", "Patience", "Result", "SettingError", "StopAt", "Swept", "Tuned", "Work", "compare", "load", "lora",
+    "merge_lora", "option", "register", "run", "sweep", "tune",
 ]  # fmt: skip
 
 HOMES = {
     "lora": "adapters", "merge_lora": "adapters",
     "Algorithm": "algorithms", "option": "algorithms", "register": "algorithms", "Clients": "clients", "Outcome": "clients",
     "Comparison": "comparison", "compare": "comparison", "Config": "config",
-    "Dataset": "data", "Result": "result", "load": "loading", "run": "federation",
+    "Dataset": "data", "FedaggError": "errors", "SettingError": "errors",
+    "Result": "result", "load": "loading", "run": "federation",
     "Patience": "stopping", "StopAt": "stopping", "Layout": "flat", "Model": "flat", "Chunk": "work",
     "Client": "work", "Learner": "work", "Work": "work", "Swept": "tuning", "Tuned": "tuning", "sweep": "tuning", "tune": "tuning",
 }  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:

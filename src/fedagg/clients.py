@@ -177,13 +177,14 @@ class Clients:
     def train(self, work: Work) -> Outcome:
         """Let every participant do the work from the global model, and sum the results."""
         own_steps(work, self.local)
+        work.check(len(self.ids), self.epochs, len(self.model.w))
         model, work = self.model, self.downlink.send(work, self.t, self.passes)
         jobs = self.jobs()
         self.left_out.update({client: "dropped out" for client in self.ids if self.faults.drops(self.t, client)})
         gathered = Gathered(self.robust, self.trim, self.team)
         for chunk in self.engine.run(model, work, jobs, self.memory):
             if self.memory is not None and self.remember is not None and work.memory:
-                self.memory.stage([job.client for job in chunk.jobs], self.remember(chunk, work))
+                self.memory.stage([job.client for job in chunk.jobs], kept(self.remember(chunk, work), chunk))
             self.faults.corrupt(self.t, chunk)  # on the way to the server: what a client remembers stays intact
             if work.trial:
                 chunk = replace(chunk, delta=torch.zeros_like(chunk.delta), buffers=model.buffers.expand_as(chunk.buffers))
@@ -229,9 +230,6 @@ class Gathered:
 
     def add(self, chunk: Chunk, work: Work, model: Model, weight: Tensor | None = None) -> None:
         size = torch.tensor([float(len(job.samples)) for job in chunk.jobs], dtype=torch.float64)
-        weight = size if weight is None else weight.double().cpu()
-        if weight.shape != size.shape or not bool((torch.isfinite(weight) & (weight >= 0)).all()):
-            raise FedaggError("weigh: the method must give one number per client, finite and not negative")
         fits = torch.tensor([received == chunk.delta.shape[1] for received in chunk.received])
         # Buffers that a client did not change are accepted whatever they hold: an infinity or NaN there is not its fault.
         same = (chunk.buffers == model.buffers) | (chunk.buffers.isnan() & model.buffers.isnan())
@@ -242,6 +240,10 @@ class Gathered:
         for sent in (statistics, chunk.gradients, chunk.path, chunk.classes):
             if sent is not None:
                 sound &= torch.isfinite(sent).flatten(1).all(1).cpu()
+        weight = size if weight is None else torch.as_tensor(weight).double().cpu()
+        if weight.shape != size.shape or not bool((torch.isfinite(weight) & (weight >= 0))[sound].all()):
+            raise FedaggError("weigh: the method must give one number per client, finite and not negative")
+        weight = weight.where(sound, 0.0)  # it may come from numbers that are not finite
         length = (norm2.sqrt() / reported["steps"].clamp_min(1)).where(sound, torch.tensor(float("inf")))
         along = chunk.delta @ work.field.T if work.field is not None else chunk.delta[:, :0]
         beta = None
@@ -334,6 +336,14 @@ def own_steps(work: Work, local: ClientOptions) -> None:
     if work.step is not None and (local.momentum or local.optimizer != "sgd"):
         name, value = ("momentum", local.momentum) if local.optimizer == "sgd" else ("client_optimizer", local.optimizer)
         raise SettingError(name, value, "the method takes its own local steps; leave it out")
+
+
+def kept(vectors: Tensor, chunk: Chunk) -> Tensor:
+    """What clients keep, with its shape checked."""
+    if not isinstance(vectors, Tensor) or vectors.shape != chunk.delta.shape:
+        found = tuple(vectors.shape) if isinstance(vectors, Tensor) else type(vectors).__name__
+        raise FedaggError(f"remember: the method must give a row for each client, {tuple(chunk.delta.shape)}, and gave {found}")
+    return vectors
 
 
 def split_trace(trace: Tensor, epochs: int) -> MeanField:

@@ -49,8 +49,10 @@ OF_PARTITIONS = {
     "column": ("feature",),
 }
 
-# What versions before 0.2 wrote into every record, whatever the method: the names mark such a record, the values mean nothing.
+# What version 0.1.0 wrote into every record, whatever the method. Together with the settings of two partitions at once, these names
+# mark such a record; their values mean nothing.
 LEGACY_OPTIONS = {"alpha": 0.1, "variant": "default", "tolerance": 1e-3, "passes": 1, "cap": 1.0}
+LEGACY_NAMES = LEGACY_OPTIONS.keys() | {"sigma", "shards"}
 
 # What may be given from Python in place of a name: the setting, which is then `custom`, and the keyword of `fedagg.run`.
 FROM_PYTHON = {"dataset": "data", "model": "model", "partition": "parts"}
@@ -73,7 +75,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 for _preset in PRESETS.values():
-    _preset |= {"epochs": 3, "alpha": 0.1, "clients": 100, "participation": 0.2}
+    _preset |= {"epochs": 3, "clients": 100, "participation": 0.2}
 
 
 class Config(Settings):
@@ -270,7 +272,7 @@ def make(settings: Mapping[str, Any], recorded: bool = False, method: type | Non
 
 def drop_stale(settings: Mapping[str, Any], recorded: bool) -> Mapping[str, Any]:
     """Drop meaningless entries: records of earlier versions list the options of all methods and the settings of all partitions."""
-    if not LEGACY_OPTIONS.keys() <= settings.keys():
+    if not settings.keys() >= LEGACY_NAMES:
         return settings
     own = options_of(settings)
 

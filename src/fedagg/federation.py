@@ -78,7 +78,8 @@ class Callback(Protocol):
 def tell(callbacks: Sequence[Any], method: str, *what: Any) -> str | None:
     """Call this method of each callback. If one returned True, return the reason."""
     called = [(one, getattr(one, method)(*what)) for one in callbacks if hasattr(one, method)]
-    return next((getattr(one, "reason", "") or type(one).__name__ for one, answer in called if answer is True), None)
+    stops = (one for one, answer in called if isinstance(answer, bool | np.bool_) and answer)
+    return next((getattr(one, "reason", "") or type(one).__name__ for one in stops), None)
 
 
 def guarded(function: Callable[P, R]) -> Callable[P, R]:
@@ -548,8 +549,7 @@ def describe(t: int, clients: Clients, algorithm: algorithms.Algorithm, unchange
             for name, value in (("mean", sum(made) / len(made)), ("min", min(made)), ("max", max(made))):
                 row.setdefault(f"rate_{name}", []).append(value)
         row["drift"], row["drift_max"] = float(out.norm2.sqrt().mean()), float(out.norm2.sqrt().max())
-    figures = {name: value for name, value in algorithm.figures().items() if math.isfinite(value)}
-    return row | {
+    row |= {
         "passes": clients.passes,
         "participants": len(clients.ids),
         "left_out": len(clients.left_out),
@@ -558,8 +558,13 @@ def describe(t: int, clients: Clients, algorithm: algorithms.Algorithm, unchange
         "samples": clients.samples_seen,
         "bytes_up": clients.bytes_up,
         "bytes_down": clients.bytes_down,
-        **({"unchanged": True} if unchanged else figures),
     }
+    if unchanged:
+        return row | {"unchanged": True}
+    figures = {name: float(value) for name, value in algorithm.figures().items()}
+    if taken := sorted(figures.keys() & row.keys()):
+        raise FedaggError(f"algorithm {algorithm.name}: figures() names {', '.join(taken)}, which every record has; rename it")
+    return row | {name: value for name, value in figures.items() if math.isfinite(value)}
 
 
 def describe_clients(t: int, clients: Clients) -> dict[str, Any]:

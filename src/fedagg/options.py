@@ -66,6 +66,11 @@ def _declared(method: Any) -> Mapping[str, Option]:
         form = plain_type(hints[field.name])
         if field.init and field.name != "lr" and form is not None and field.default is not dataclasses.MISSING:
             kind, choices, optional = form
+            if optional and field.default is not None:
+                words = (
+                    f"{method.__qualname__}.{field.name} may be None, so None must be its default and may mean {field.default!r}"
+                )
+                raise SettingError("algorithm", method.__name__, words)
             about, limits = field.metadata.get("description", ""), field.metadata.get("limits", {})
             found[field.name] = Option(field.name, kind, field.default, about, limits, choices, optional)
     return found

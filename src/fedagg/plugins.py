@@ -18,10 +18,10 @@ _loaded: dict[str, str] = {}  # file -> the module made from it
 def parse_names(given: Any, folder: Path | None = None) -> tuple[str, ...]:
     """Plugins as users give them: one, several separated by commas, or a list. Files become absolute, so that a run can be resumed
     from anywhere."""
-    words = given.split(",") if isinstance(given, str) else [] if given is None else [given] if isinstance(given, Path) else given
+    words = [] if given is None else [given] if isinstance(given, str | Path) else given
     if not isinstance(words, list | tuple) or not all(isinstance(word, str | Path) for word in words):
         raise SettingError("plugin", given, "give a Python file or the name of a module, or a list of these")
-    stripped = [str(word).strip() for word in words]
+    stripped = [part.strip() for word in words for part in (word.split(",") if isinstance(word, str) else [str(word)])]
     return tuple(dict.fromkeys(str(((folder or Path()) / w).resolve()) if w.endswith(".py") else w for w in stripped if w))
 
 
@@ -49,6 +49,9 @@ def module(name: str) -> ModuleType:
 def from_file(path: Path) -> None:
     path = path.resolve()
     if str(path) in _loaded:
+        return
+    if path == Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve():  # a script that names itself
+        _loaded[str(path)] = "__main__"
         return
     if not path.is_file():
         raise SettingError("plugin", str(path), "there is no such file")

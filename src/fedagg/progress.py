@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # slow to import, and the command line can list methods witho
     from fedagg.config import Config
     from fedagg.result import Result
 
-err = Console(stderr=True)
+err = Console(stderr=True, emoji=False)
 
 PAGE_WIDTH = 110  # characters of the bar in a notebook
 PAGE_SECONDS = 0.2  # between two updates there: each is a message to the browser

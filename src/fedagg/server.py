@@ -79,11 +79,17 @@ class Server:
             self.prepare()
             self.algorithm.lr = self.config.rate(clients.t)  # preparing may have changed it for other rounds
             before = self.carried_state()
-            self.model = self.algorithm.round(was, clients)
+            self.model = self.checked(self.algorithm.round(was, clients))
         except (NoClients, TooFew):
             self.restore_state(*before)
             return False
         return clients.outcome is not None or not torch.equal(was.w, self.model.w)
+
+    def checked(self, model: Model) -> Model:
+        """The method's new model, if it is one."""
+        if not isinstance(model, Model):
+            raise self.wrong(f"a round must end in a Model, and gave {type(model).__name__}; return one from `update`")
+        return model
 
     def prepare(self) -> None:
         """Let the method prepare once, before training. A rehearsal has its own rounding error and yardstick, so training starts
@@ -121,6 +127,8 @@ class Server:
         tensors["yardstick"] = torch.tensor(self.yardstick.length, dtype=torch.float64)
         numbers: dict[str, float] = {}
         for name, value in self.algorithm.state.items():
+            if not isinstance(name, str):
+                raise self.wrong(f"state[{name!r}]: a key must be a text; it is saved under that name")
             if isinstance(value, Tensor):
                 tensors[f"state/{name}"] = value
             elif isinstance(value, int | float):  # includes booleans

@@ -130,6 +130,20 @@ class Work:
         """Is the client's memory subtracted from its direction?"""
         return self.memory != 0.0 and not self.custom
 
+    def check(self, n: int, epochs: int, d: int) -> None:
+        """Check the shapes of what a method asks n clients to do."""
+        m = len(self.field) if isinstance(self.field, Tensor) else 0
+        shapes: dict[str, list[tuple[int, ...]]] = {"rate": [(epochs,), (n, epochs)], "slope": [(epochs, m)], "field": [(m, d)]}
+        shapes |= {"mix": [(epochs, m)], "mask": [(d,)]}
+        for name, allowed in shapes.items():
+            given = getattr(self, name)
+            if given is None and name != "rate":
+                continue
+            if not isinstance(given, Tensor) or tuple(given.shape) not in allowed:
+                found = f"a tensor {tuple(given.shape)}" if isinstance(given, Tensor) else given
+                hint = "; clients.constant(0.1) makes one" if name == "rate" else ""
+                raise SettingError(f"Work.{name}", found, f"give a tensor {' or '.join(map(str, allowed))}{hint}")
+
     def of(self, positions: Sequence[int]) -> Work:
         """The work for these participants: if each has its own rate or bound, only theirs."""
         at = list(positions)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +21,9 @@ from fedagg.work import Chunk, Client, Gradient, Learner, State, Work
 __all__ = ["REGISTRY", "Algorithm", "build", "option", "options", "register"]
 
 LR = 0.01  # default base rate
+# Names that `fedagg.run` and its command use for something else; an option of that name could not be given.
+RESERVED = {"config", "data", "parts", "loss", "preset", "out", "resume", "callbacks", "progress", "wrap", "options"}
+RESERVED |= {"track", "watch", "quiet", "json"}
 
 
 @dataclass
@@ -33,15 +38,20 @@ class Algorithm:
     lr: float = LR
     state: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
     name: ClassVar[str] = ""
-    remembers: ClassVar[bool] = False  # do clients keep a vector from round to round?
     labels: ClassVar[bool] = False  # does it use class labels? Then it is for classification only
     scheduled: ClassVar[bool] = True  # does it read `lr` in every round? The run's schedule changes it
+
+    @property
+    def remembers(self) -> bool:
+        """Do clients keep a vector from round to round?"""
+        return type(self).remember is not Algorithm.remember
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
         """Make the state, before the first round. Raises `SettingError` if the method does not apply."""
 
     def prepare(self, model: Model, clients: Callable[[int], Clients], rounds: int) -> None:
-        """Work before training, with access to the participants of any round (the paper's Algorithm 1 needs it)."""
+        """Work before training, with access to the participants of any round (the paper's Algorithm 1 needs it). A resumed run does
+        it again before it continues, so the result must depend on nothing else."""
 
     def work(self, clients: Clients) -> Work:
         """The client's side of a round."""
@@ -103,6 +113,9 @@ register = REGISTRY.register
 def check_class(name: str, method: type[Algorithm]) -> None:
     """Refuse a method with another default for `lr`, or with an option that is named like a setting or has no default."""
     check_names(name, method)
+    if lost := undeclared(method):
+        words = f"{origin(method)}.{lost[0]} is no option: the class is no dataclass yet; write @dataclass right above it"
+        raise SettingError("algorithm", name, words)
     for one in fields(method):
         if one.name == "lr" and one.default != LR:
             words = f"{origin(method)}.lr is a setting of every run, {LR:g} by default; scale it by an option of another name"
@@ -111,14 +124,24 @@ def check_class(name: str, method: type[Algorithm]) -> None:
             raise SettingError("algorithm", name, f"{origin(method)}.{one.name} has no default; give it one")
 
 
+def undeclared(method: type[Algorithm]) -> list[str]:
+    """Annotated names with a value that are no fields, because the class was no dataclass when it was registered."""
+    known = {one.name for one in fields(method)}
+    kinds = {name: str(kind) for name, kind in inspect.get_annotations(method).items() if name not in known}
+    return [name for name, kind in kinds.items() if hasattr(method, name) and not ("ClassVar" in kind or "InitVar" in kind)]
+
+
 def check_names(name: str, method: type[Algorithm]) -> None:
     """Refuse an option that is named like a setting: giving one would change the other."""
     from fedagg.settings import Settings  # imported here: methods need only torch, registering them needs more
 
     declared(method)
     for one in fields(method):
-        if one.init and one.name in {"options", *Settings.model_fields} and one.name != "lr":
+        if one.init and one.name in RESERVED | Settings.model_fields.keys() and one.name != "lr":
             words = f"{origin(method)}.{one.name} has the name of a setting of every run; choose another name for the field"
+            raise SettingError("algorithm", name, words)
+        if hasattr(Algorithm, one.name) and one.name not in Algorithm.__dataclass_fields__:
+            words = f"{origin(method)}.{one.name} hides what a method does under that name; choose another name for the field"
             raise SettingError("algorithm", name, words)
 
 
@@ -131,6 +154,10 @@ def options(name: str, settings: dict[str, Any]) -> dict[str, Any]:
 def build(method: str | Algorithm, settings: dict[str, Any]) -> Algorithm:
     """An algorithm from its name, with its options taken from the settings; or a fresh copy of a given one."""
     if isinstance(method, Algorithm):
-        known = {"lr", *declared(type(method))}
-        return replace(method, **{k: v for k, v in settings.items() if k in known})
+        own, known = copy.copy(method), {"lr", *declared(type(method))}  # whatever else the user has set on it stays
+        own.state = {}
+        for name in known & settings.keys():
+            setattr(own, name, settings[name])
+        getattr(own, "__post_init__", lambda: None)()  # it may work out something from the options
+        return own
     return REGISTRY.find(method)(**options(method, settings))

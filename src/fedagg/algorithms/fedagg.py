@@ -56,7 +56,6 @@ class FedAgg(Algorithm):
     theorem: bool = option(False, "rates by Theorem 1, for every client and epoch; else the same for all")
     memory: Literal["auto", "on", "off"] = option("auto", "do clients remember their gradients? auto: where it helps")
     scheduled: ClassVar[bool] = False
-    remembers: ClassVar[bool] = True
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
         if self.alpha != FedAgg.alpha and not self.theorem:

@@ -5,7 +5,6 @@ h ← h - (α/m) Σ_P (θ_k - θ_t), where m counts all clients, not only the pa
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,6 @@ from fedagg.work import Chunk, Work
 @dataclass
 class FedDyn(Algorithm):
     dyn_alpha: float = option(0.01, "α, the weight of the proximal and linear terms", gt=0)
-    remembers: ClassVar[bool] = True
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
         self.state["h"] = torch.zeros_like(model.w)

@@ -5,7 +5,6 @@ really made. The server moves by η_g mean_S(y_i - x), and c by (|S|/N) mean_S(c
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,6 @@ from fedagg.work import Chunk, Work
 @dataclass
 class Scaffold(Algorithm):
     global_lr: float = option(1.0, "length of the server's step", gt=0)
-    remembers: ClassVar[bool] = True
 
     def start(self, model: Model, module: nn.Module, layout: Layout) -> None:
         self.state["c"] = torch.zeros_like(model.w)

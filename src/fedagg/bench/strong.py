@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedagg.bench.task import Task
+from fedagg.engines.base import set_precision
 
 
 def run(task: Task, tick: Callable[[], None]) -> None:
@@ -21,7 +22,7 @@ def run(task: Task, tick: Callable[[], None]) -> None:
     model = task.module().to(device).train()
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = True
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = task.precision != "fp32"
+        set_precision(task.precision)
     elif any(isinstance(layer, nn.Conv2d) for layer in model.modules()):
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # which torch's stubs leave out
         x = x.contiguous(memory_format=torch.channels_last)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # slow to import, and methods can be listed without it
     from fedagg.result import Result
     from fedagg.sheets import Sheet
 
-out = Console()
+out = Console(emoji=False)
 
 
 def task(c: Config) -> str:

@@ -41,7 +41,7 @@ def run(
         raise SettingError("out", str(out_dir), f"--resume continues in its own folder, {resume}; leave out --out")
     chosen = resumed(resume, config, settings) if resume is not None else resolve(settings, config, settings.pop("preset", None))
     folder = resume or out_dir or default_folder(chosen)
-    followers = [trackers.make(name.strip(), folder) for name in (track or "").split(",") if name.strip()]
+    followers = [trackers.make(name, folder) for name in trackers.split_names(track)]
     with watched(folder, watch):
         result = fedagg.run(chosen, out=None if resume else folder, resume=resume, callbacks=followers, progress=not quiet)
     if leads():

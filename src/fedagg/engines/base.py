@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,20 +41,43 @@ class Problem:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.half)
 
 
+def precision_switches() -> tuple[list[tuple[Any, str]], list[tuple[Any, str]]]:
+    """Torch's switches for the precision of its own products, on a GPU and on a CPU, as objects and attributes. The newer ones
+    refuse to be used together with the older ones."""
+    cuda, cudnn, cpu = torch.backends.cuda.matmul, cast(Any, torch.backends.cudnn), torch.backends.mkldnn
+    if not hasattr(cuda, "fp32_precision"):
+        return [(part, "allow_tf32") for part in (cuda, cudnn)], []
+    gpu, name = (cuda, cudnn.conv, cudnn.rnn), "fp32_precision"
+    return [(part, name) for part in gpu], [(getattr(cpu, part), name) for part in ("matmul", "conv", "rnn")]
+
+
 def set_precision(precision: str) -> None:
-    """Use tf32 or plain float32 for torch's own products, in the whole process; bf16 is set per network."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "fp32"
+    """Use tf32 or plain float32 for torch's own products on a GPU, in the whole process; bf16 is set per network. On a CPU they are
+    in float32."""
+    gpu, cpu = precision_switches()
+    for part, name in gpu:
+        setattr(part, name, precision != "fp32" if name == "allow_tf32" else "ieee" if precision == "fp32" else "tf32")
+    for part, name in cpu:
+        setattr(part, name, "ieee")
+
+
+def allows_tf32() -> bool:
+    """May torch's own products on a GPU use tf32?"""
+    part, name = precision_switches()[0][0]
+    return getattr(part, name) in (True, "tf32")
 
 
 @contextmanager
 def switches_restored() -> Iterator[None]:
     """Restore torch's number of threads and precision of products afterwards."""
-    threads, matmul, cudnn = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    threads = torch.get_num_threads()
+    before = [(part, name, getattr(part, name)) for parts in precision_switches() for part, name in parts]
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
+        for part, name, value in before:
+            setattr(part, name, value)
 
 
 @contextmanager

@@ -282,7 +282,7 @@ class Stage:
                     self.mean.add_(network.g)
             return self.stepper.gradient(network.g, network.w).clone()
 
-        known = {name: value[: self.shape.n] for name, value in self.custom.state.items()}
+        known = {name: value[: self.shape.n].clone() for name, value in self.custom.state.items()}  # a step may change it in place
         w, state = step(client, before, gradient, self.rate, known)
         moves = active if self.mask is None else active & (self.mask > 0)
         network.w.copy_(torch.where(moves, w, before))

@@ -17,6 +17,7 @@ import triton
 from torch import Tensor
 
 from fedagg.engines import kernels
+from fedagg.engines.base import allows_tf32
 from fedagg.engines.layers import BatchNorm, Concatenate, Conv, Linear, MaxPool, Place, ReLU, packed, users
 from fedagg.engines.sequence import Recurrent
 
@@ -26,7 +27,7 @@ MOST_CLASSES = 1024  # of the loss: they are in one block
 
 def precision() -> str:
     """tf32 if torch allows it for its own products, else plain float32."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    return "tf32" if allows_tf32() else "ieee"
 
 
 def block(size: int, most: int) -> int:

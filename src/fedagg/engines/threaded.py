@@ -30,14 +30,19 @@ class Threaded:
     """`network` is a form of the network that trains without autograd, one copy per thread; without it, autograd is used."""
 
     def __init__(self, problem: Problem, threads: int, network: Callable[[Problem, int], Network] | None = None) -> None:
-        self.own, self.problem = threading.local(), problem
+        self.own, self.plain = threading.local(), Sequential(problem)
+        self.stacked = None if network is None else Batched(problem, network, chunk=1, padding=True)
         # A pool keeps the arguments of its initializer: if the engine were one of them, neither would ever be freed.
         self.pool = ThreadPoolExecutor(threads, initializer=prepare, initargs=(self.own, problem, network))
         self.note = f"{threads} clients at a time, one thread and core each"
 
     def run(self, model: Model, work: Work, jobs: Sequence[Job], memory: Memory | None) -> Iterator[Chunk]:
-        if work.loss is not None:  # it may draw random numbers, and all threads share torch's generator
-            yield from Sequential(self.problem).run(model, work, jobs, memory)
+        # A method's own loss may draw random numbers, and all threads share torch's generator.
+        alone = work.loss is not None
+        if work.step is not None and self.stacked is not None:
+            alone |= not self.stacked.trusts(model, work, jobs, memory)
+        if alone:
+            yield from self.plain.run(model, work, jobs, memory)
             return
         remembered = memory.read([job.client for job in jobs]) if memory is not None and work.memory else [None] * len(jobs)
 

@@ -49,13 +49,20 @@ class VmappedNetwork:
             return (self.problem.loss(output, y) * scale).sum(), buffers
 
     def own_loss(
-        self, w: Tensor, memory: Tensor | None, buffers: dict[str, Tensor], x: Tensor, y: Tensor, scale: Tensor
+        self,
+        w: Tensor,
+        memory: Tensor | None,
+        steps: Tensor | None,
+        buffers: dict[str, Tensor],
+        x: Tensor,
+        y: Tensor,
+        scale: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """As `loss`, for flat weights (d,), with the method's own loss."""
         assert self.own is not None
         assert self.client is not None
         learner = Learner(
-            self.client.start, memory, self.client.shift,
+            self.client.start, memory, self.client.shift, None if steps is None else steps[0],
             module=self.module, layout=self.problem.layout, w=w, buffers=buffers, criterion=self.problem.loss,
         )  # fmt: skip
         with self.problem.rounding():
@@ -66,10 +73,10 @@ class VmappedNetwork:
         buffers = {name: value.clone() for name, value in self.problem.layout.statistics(self.buffers)}
         x, y = x.view(n, batch, *x.shape[1:]), y.view(n, batch, *y.shape[1:])
         if self.own is not None and self.client is not None:
-            memory = self.client.memory
-            over = (0, None if memory is None else 0, 0, 0, 0, 0)
+            memory, steps = self.client.memory, self.client.steps
+            over = (0, *(None if rows is None else 0 for rows in (memory, steps)), 0, 0, 0, 0)
             step = vmap(grad_and_value(self.own_loss, has_aux=True), in_dims=over, randomness="different")
-            grad, (loss, after) = step(self.w, memory, buffers, x, y, scale)
+            grad, (loss, after) = step(self.w, memory, steps, buffers, x, y, scale)
             self.g.copy_(grad)
         else:
             grads, (loss, after) = self.step(self.weights, buffers, x, y, scale)
