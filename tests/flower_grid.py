@@ -80,7 +80,7 @@ class HereGrid(Grid):
 
 
 class PowerCut(BaseException):
-    """The server's machine goes dark: nothing may catch it."""
+    """The server's machine stops: nothing may catch this exception."""
 
 
 def dies_in_round_3(sent: Message, reply: Message) -> list[Message]:

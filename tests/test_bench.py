@@ -1,4 +1,4 @@
-"""`fedagg bench`: every rival does the same job, in a process of its own, and the table says what was seen."""
+"""`fedagg bench`: every rival does the same job, in a process of its own, and the table shows what was measured."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_the_strong_loop_does_the_same_job_as_the_plain_one(monkeypatch: pytest.
         assert torch.allclose(*ends, atol=1e-5)
 
 
-def test_ratios_stand_against_both_loops() -> None:
+def test_ratios_are_given_for_both_loops() -> None:
     timings = [measure.Timing(name, "", "torch", None, seconds=[s]) for name, s in (("plain", 6.0), ("strong", 3.0), ("auto", 1.5))]
     rows = {row["rival"]: row for row in measure.rows(timings, 0.0, 0.0)}
     assert (rows["auto"]["ratio"], rows["auto"]["ratio_strong"]) == (4.0, 2.0)
@@ -186,7 +186,7 @@ def test_the_page_and_the_numbers_are_kept(result: dict[str, Any], tmp_path: Pat
     assert f"{result['rows'][2]['ratio']:.2f}" in text
 
 
-def test_a_loop_of_ones_own_takes_part(result: dict[str, Any]) -> None:
+def test_a_loop_of_your_own_is_timed(result: dict[str, Any]) -> None:
     row = result["rows"][2]
     assert (row["rival"], row["about"], row["note"]) == ("my_loop", "Mine.", "done by my_loop")
 
@@ -194,7 +194,7 @@ def test_a_loop_of_ones_own_takes_part(result: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("text", "said"), [(None, "no such file"), ("x = 1", "no attribute 'run'"), ("import nonesuch", "No module")]
 )
-def test_a_file_that_is_no_rival(tmp_path: Path, text: str | None, said: str) -> None:
+def test_a_file_that_is_not_a_rival_is_refused(tmp_path: Path, text: str | None, said: str) -> None:
     rival = tmp_path / "my_loop.py"
     if text is not None:
         rival.write_text(text)
@@ -208,7 +208,7 @@ def test_the_rivals_of_the_published_tables_are_found(name: str) -> None:
     assert found.needs[0] == found.package
 
 
-def test_what_cannot_run_is_said_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_rival_that_cannot_run_is_named_and_the_others_continue(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def launch(rival: str, task: Task) -> dict[str, Any]:
         if rival in ("batched", "peak"):
             raise measure.Failed("it broke")

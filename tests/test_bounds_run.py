@@ -165,7 +165,7 @@ def test_the_linear_model_as_a_matrix_and_back() -> None:
         ({"algorithm": "fedavg", "batch_size": 8, "weight_decay": 0.1}, "set --batch-size 30", False),
     ],
 )
-def test_what_the_analysis_is_not_about_is_said(tmp_path: Path, settings: dict[str, Any], words: str, drifts: bool) -> None:
+def test_results_that_do_not_apply_give_the_reason(tmp_path: Path, settings: dict[str, Any], words: str, drifts: bool) -> None:
     found = analysed(tmp_path, rounds=4, **settings)
     for name in ABOUT_F:
         assert not found[name].applies
@@ -292,6 +292,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert (tmp_path / "run/bounds.csv").exists()
 
 
-def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command("bounds", str(tmp_path)) == 2
     assert "is not a run folder" in capsys.readouterr().err

@@ -47,7 +47,7 @@ def names(folder: Path) -> list[str]:
 # --- the files -------------------------------------------------------------------------------------------------------
 
 
-def test_the_last_two_are_kept_and_come_back_as_they_were(tmp_path: Path) -> None:
+def test_the_last_two_are_kept_and_are_read_back_unchanged(tmp_path: Path) -> None:
     for done in (1, 2, 3, 4):
         checkpoint.save(tmp_path, made(done))
     assert names(tmp_path) == [f"round-00000{n}.{kind}" for n in (3, 4) for kind in ("0.safetensors", "json")]
@@ -88,7 +88,7 @@ def test_a_checkpoint_of_a_newer_version_is_refused_and_kept(tmp_path: Path) -> 
     assert facts["format"] == formats.FORMAT == 1
     newest.write_text(json.dumps({**facts, "format": 2, "self": "made in another way"}))
     before = names(tmp_path)
-    with pytest.raises(FedaggError, match=r"round-000002.json: has format 2, and this version of fedagg reads up to 1"):
+    with pytest.raises(FedaggError, match=r"round-000002.json: has format 2, but this version of fedagg reads up to 1"):
         checkpoint.latest(tmp_path)
     assert names(tmp_path) == before
 
@@ -134,7 +134,7 @@ def test_tensors_that_share_memory_are_saved(tmp_path: Path) -> None:
     assert found.tensors["half"].tolist() == [0.0, 1.0]
 
 
-def test_what_a_killed_process_left_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_is_removed_with_the_next_checkpoint(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, made(1))
     for part in (0, 1):
         (tmp_path / f"round-000002.{part}.safetensors").write_bytes(b"its JSON was never written")
@@ -241,7 +241,7 @@ def test_a_run_with_a_damaged_checkpoint_goes_back_and_ends_the_same(tmp_path: P
     assert tiny.same_run(run, whole)
 
 
-def test_a_run_without_a_whole_checkpoint_starts_again_and_ends_the_same(tmp_path: Path, whole: Path) -> None:
+def test_a_run_without_an_intact_checkpoint_starts_again_and_ends_the_same(tmp_path: Path, whole: Path) -> None:
     run = begun(tmp_path / "run")
     for path in checkpoint.list_files(run / "checkpoints"):
         damage(path, "cut")
@@ -401,7 +401,7 @@ def test_an_interrupt_in_the_middle_of_a_round_drops_the_round(tmp_path: Path, m
         assert tiny.same_run(run, tmp_path / "whole")
 
 
-def test_an_interrupt_while_a_round_is_booked_waits() -> None:
+def test_an_interrupt_while_a_round_is_recorded_waits() -> None:
     done = []
 
     def booked() -> None:
@@ -500,7 +500,7 @@ def test_large_checkpoints_are_written_less_often(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("disk", [False, True])
-def test_client_memory_forgets_what_was_not_valid_or_not_booked(disk: bool) -> None:
+def test_client_memory_forgets_what_was_not_valid_or_not_recorded(disk: bool) -> None:
     memory = ClientMemory(3, disk)
     memory.stage([1, 2], torch.tensor([[1.0, 1, 1], [2, 2, 2]]))
     memory.keep([2])

@@ -1,4 +1,4 @@
-"""What is said before any long work starts, and modules that do what no list foresees."""
+"""Errors before any long work starts, and modules that do things that no list foresees."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FEW: dict[str, Any] = {"algorithm": "fedavg", "rounds": 2, "participation": 1.0,
 
 
 class Refusing(nn.Module):
-    """Takes no batch of fewer than so many, and does not say why."""
+    """Refuses batches below a certain size, without saying why."""
 
     def __init__(self, least: int) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def test_a_mask_of_numbers_is_not_taken_for_indices() -> None:
     [
         ({"model": nn.Sequential(nn.Linear(20, 2))}, "returns 2 numbers per sample; labels from 0 to 2 need 3"),
         ({"model": nn.Linear(9, 3)}, r"does not take samples of shape \(20,\) in float32: mat1 and mat2"),
-        ({"model": small().double()}, r"0\.weight is float64, and weights are trained in float32; give model.float"),
+        ({"model": small().double()}, r"0\.weight is float64, but weights are trained in float32; give model.float"),
         ({"model": nn.LazyLinear(3)}, "has layers without sizes"),
         ({"model": nn.Linear}, "model = 'Linear': give a torch module"),
         ({"data": (X, Y, X)}, r"data = 'tuple of 3': give \(x, y\)"),
@@ -126,7 +126,7 @@ def test_a_mask_of_numbers_is_not_taken_for_indices() -> None:
         ({"data": fedagg.Dataset((X * 9).astype(np.int64), Y, (X * 9).astype(np.int64), Y)}, "in int64"),
     ],
 )
-def test_what_does_not_fit_together_is_said_in_one_line(given: dict[str, Any], words: str) -> None:
+def test_arguments_that_do_not_fit_together_are_one_line(given: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingError, match=words) as caught:
         fedagg.run(**{"data": DATA, "model": small()} | given, **FEW)
     assert "\n" not in str(caught.value)
@@ -176,7 +176,7 @@ def frozen(shift: float = 0.0) -> nn.Module:
 
 
 class InPlace(nn.Module):
-    """Writes over what it uses again."""
+    """Overwrites a value that it uses again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class Tied(nn.Module):
 
 
 class Choosing(nn.Module):
-    """Takes another way for other data."""
+    """Takes another branch for other data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ class Keeping(nn.Module):
 
 
 class Masked(nn.Module):
-    """Constants that a float does not hold, that are not finite, and that are no numbers."""
+    """Constants that do not fit into a float, that are not finite, and that are not numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ class Masked(nn.Module):
 
 
 class Counting(nn.Module):
-    """Counts its steps, which those who stand still do not make."""
+    """Counts its steps; paused clients make none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -295,7 +295,7 @@ class Slow(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Draws (nothing that shows), and looks at the whole batch."""
+    """Draws random numbers without a visible effect, and looks at the whole batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -373,7 +373,7 @@ def test_nobody_to_personalise_for(tmp_path: Any) -> None:
 
 
 def test_padding_stays_out_of_batch_statistics_where_a_module_draws() -> None:
-    """There the trial has nothing to compare, and the layers have to tell."""
+    """The trial has nothing to compare there, so the layers must tell."""
     module = nn.Sequential(nn.Linear(20, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Dropout(0.5), nn.Linear(8, 3))
     options = ClientOptions(epochs=1, batch_size=16)
     problem = Problem(module, torch.from_numpy(X), torch.from_numpy(Y), 3, options, torch.device("cpu"))
@@ -404,7 +404,7 @@ def test_labels_of_another_kind_are_not_taken_for_classes() -> None:
         fedagg.Dataset(x, y, x, y)
 
 
-def test_a_run_goes_on_in_its_own_folder(tmp_path: Path) -> None:
+def test_a_run_continues_in_its_own_folder(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="leave out `out`"):
         tiny.job(resume=tmp_path / "one", out=tmp_path / "two")
 
@@ -427,7 +427,7 @@ def test_tokens_beyond_an_embedding_are_found_before_anything_is_written(tmp_pat
         assert not (tmp_path / "run").exists()
 
 
-def test_what_may_be_the_matter_with_a_model_that_does_not_take_the_samples() -> None:
+def test_the_error_guesses_why_a_model_does_not_take_the_samples() -> None:
     x, y = torch.randn(20, 4), torch.arange(20) % 2
     with pytest.raises(SettingError, match=r"give model.float\(\)"):
         fedagg.run(data=fedagg.Dataset(x, y, x, y), model=nn.Linear(4, 2).double(), clients=3, rounds=1)

@@ -1,4 +1,4 @@
-"""The command line as people use it: what it prints, what it leaves behind, and how it says no."""
+"""The command line as people use it: what it prints, what it leaves behind, and how it refuses input."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_compare_checks_every_method_before_it_writes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("named", [True, False])
-def test_compare_goes_on_where_it_was_stopped(
+def test_compare_continues_where_it_was_stopped(
     named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Impatient(compare.Live):
@@ -212,7 +212,7 @@ def test_compare_does_not_mix_settings(change: list[str], tmp_path: Path, capsys
         ("result.json", b'{"rounds": 2}', ""),
     ],
 )
-def test_compare_does_not_stumble_over_a_damaged_run(
+def test_compare_handles_a_damaged_run(
     name: str, content: bytes | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = ("compare", "fedavg", *TINY, "--quiet", "--out", str(tmp_path))
@@ -257,7 +257,7 @@ def test_resume_has_its_own_folder(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("given", "words"), [(("data",), "the run's data came"), (("data", "model", "parts"), "the run's data, model and parts came")]
 )
-def test_what_came_from_python_is_not_looked_for(
+def test_the_command_line_says_how_to_continue_a_run_from_python(
     given: tuple[str, ...], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
@@ -405,7 +405,7 @@ def test_a_misspelt_command_and_the_version(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.slow
 def test_stopped_means_stopped() -> None:
-    """A thread in the middle of a client does not keep the process."""
+    """A thread in the middle of a client does not keep the process alive."""
     busy = "import time; from concurrent.futures import ThreadPoolExecutor; ThreadPoolExecutor().submit(time.sleep, 600)"
     code = f"{busy}; from fedagg.cli.process import leave; print('all'); leave(130)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)

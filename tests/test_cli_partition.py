@@ -64,7 +64,7 @@ def test_named_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("ending", ["csv", "npy"])
-def test_labels_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str], ending: str) -> None:
+def test_labels_of_your_own(tmp_path: Path, capsys: pytest.CaptureFixture[str], ending: str) -> None:
     labels = np.random.default_rng(0).integers(0, 4, 400)
     path = tmp_path / f"mine.{ending}"
     if ending == "npy":
@@ -131,7 +131,7 @@ def test_a_model_that_cannot_be_read_is_refused_before_anything_is_written(
     assert weights.read_bytes() == good
 
 
-def test_a_bar_over_clients_for_whoever_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_over_clients_shows_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.StringIO()
     monkeypatch.setattr(cli.show, "err", Console(file=shown, force_terminal=True, width=120))
     assert command("--clients", "7", "--out", str(tmp_path)) == 0

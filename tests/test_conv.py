@@ -57,7 +57,7 @@ def test_loop_agrees_with_autograd(n: int, channels: int) -> None:
 
 
 class Viewing(nn.Module):
-    """Flattens as many people's modules do."""
+    """Flattens in the way that many users' modules do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def test_threads_go_with_their_engine() -> None:
         assert not any(thread.is_alive() for thread in threads)
 
 
-def test_who_has_not_begun_when_a_round_is_broken_off_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_that_have_not_begun_when_a_round_is_interrupted_do_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = traced(single(), (1, 8, 8), ClientOptions(epochs=1, batch_size=4))
     model, work = problem.layout.pack(problem.module), Work(rate=torch.full((1,), 0.1, dtype=torch.float64))
     jobs = [Job(client=i, samples=torch.arange(8), epochs=1, seed=i, position=i) for i in range(50)]

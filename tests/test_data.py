@@ -131,7 +131,7 @@ def test_normalized_rows_have_each_feature_by_itself() -> None:
     assert torch.equal(normal.x_train[:, 3], torch.zeros(len(x)))
 
 
-def test_standardising_takes_sums_of_clients_alone() -> None:
+def test_standardising_needs_only_sums_from_clients() -> None:
     """Three clients of different sizes: mean and deviation of what they hold together."""
     x = torch.from_numpy(RNG.normal(3, 2, (30, 4))).float()
     mean, std = data.standard(*data.pooled(x.split([5, 1, 24])))
@@ -229,7 +229,7 @@ def test_damaged_idx_is_a_data_error_or_an_array(
     assert not packed or np.array_equal(back, array)
 
 
-def test_idx_of_no_file(tmp_path: Path) -> None:
+def test_idx_of_a_missing_file(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(DataError, match=path.name):
             read_idx(path)
@@ -514,7 +514,7 @@ def test_fetch_emnist_from_its_zip(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert not (tmp_path / "escaped").exists()
 
 
-def test_archive_that_is_none(tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_archive_is_refused(tmp_path: Path) -> None:
     file = sources.File("train.bin", (1, 1))
     for content in (b"", b"nonsense" * 200, gzip.compress(b"nonsense")):
         (tmp_path / "a.tar.gz").write_bytes(content)

@@ -50,7 +50,7 @@ class Block:
     @property
     def commands(self) -> list[list[str]]:
         """The `fedagg` commands of a shell block, as argument lists. With prompts in it, lines without one are output; lines that
-        end on a backslash go on."""
+        end with a backslash continue."""
         lines = self.code.replace("\\\n", " ").splitlines()
         prompted = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
         return [shlex.split(line, comments=True)[1:] for line in prompted or lines if line.startswith("fedagg ")]

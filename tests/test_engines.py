@@ -157,7 +157,7 @@ def works(d: int) -> dict[str, Work]:
 
 
 def joined(chunks: list[Chunk]) -> dict[str, Tensor]:
-    """What came home, by client, whatever the order it came in."""
+    """The results by client, whatever the order in which they came."""
     order = torch.tensor([job.client for chunk in chunks for job in chunk.jobs]).argsort()
     names = ("delta", "buffers", "loss", "first", "norm", "rates", "steps", "travel", "gradients", "path", "classes", "counts")
     return {
@@ -191,8 +191,8 @@ def tiny_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threaded, "GRAIN", 1)
 
 
-def test_a_stack_a_thread_as_far_as_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By shapes alone, so that the same settings give the same bytes whatever else the machine does."""
+def test_one_stack_per_thread_if_there_is_enough_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice depends only on shapes, so that the same settings give the same bytes whatever else the machine does."""
     problem = make_problem(flat(), (8,), ClientOptions(epochs=1, batch_size=4))
     jobs = [Job(client, torch.arange(12), 1, client, client) for client in range(6)]
     step = 6 * 4 * problem.layout.d  # clients, samples of a batch, weights
@@ -305,7 +305,7 @@ def test_a_gradient_is_measured_and_shortened(clip: float, length: float, told: 
         assert chunk.norm.tolist() == pytest.approx([told])
 
 
-def test_memory_that_two_layers_look_at_is_left_alone() -> None:
+def test_memory_that_two_layers_read_is_not_overwritten() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -368,7 +368,7 @@ def test_clients_that_are_finished_are_not_computed(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_recorded_step_reads_what_is_new_in_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph knows only the memory that it was captured with. Here it is played by something that does the same."""
+    """A graph knows only the memory that it was captured with. Here something that does the same takes its place."""
 
     class Graph:
         def __init__(self, stage: batched.Stage) -> None:
@@ -553,7 +553,7 @@ def test_every_architecture_is_written_out() -> None:
 
 
 class Strange(nn.Module):
-    """Everything that must not be taken for what it looks like."""
+    """Networks that look as if they were written out, but are not."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -602,7 +602,7 @@ def test_a_network_is_read_as_it_trains() -> None:
 @pytest.mark.parametrize(
     "what", ["in place", "in place, other look", "twice", "by data", "constant", "own weight", "other axis", "broadcast"]
 )
-def test_what_is_not_written_out_is_left_alone(what: str) -> None:
+def test_networks_that_are_not_written_out_are_not_traced(what: str) -> None:
     assert traced(Strange("plain"), 3)
     assert not traced(Strange(what), 3)
 
@@ -624,7 +624,7 @@ def test_what_is_not_written_out_is_left_alone(what: str) -> None:
         nn.LazyConv2d(3, 3),
     ],
 )
-def test_options_that_are_not_written_out_are_left_alone(layer: nn.Module) -> None:
+def test_options_that_are_not_written_out_are_not_traced(layer: nn.Module) -> None:
     assert not traced(nn.Sequential(layer, nn.Flatten(), nn.Linear(4, 3)), 3)
 
 
@@ -699,7 +699,7 @@ def test_work_is_dealt_evenly_and_once() -> None:
 @pytest.mark.parametrize(
     ("methods", "robust"), [(("fedagg", "scaffold", "fedgh", "fedagg-paper"), "mean"), (("fedagg", "fedagg-paper"), "median")]
 )
-def test_two_processes_are_one(tmp_path: Path, methods: tuple[str, ...], robust: str) -> None:
+def test_two_processes_give_the_result_of_one(tmp_path: Path, methods: tuple[str, ...], robust: str) -> None:
     """Methods with a field, with memory, with representations and with a trace, one after the other in the same two processes."""
     given = {
         "partition": "dirichlet-class",
@@ -863,7 +863,7 @@ class OnSphere(nn.Module):
         return self.above(y / y.norm(dim=1, keepdim=True))  # type: ignore[no-any-return]
 
 
-def test_what_a_warm_up_made_of_empty_weights_is_in_nobodys_mean_gradient() -> None:
+def test_a_warm_up_on_empty_weights_does_not_enter_the_mean_gradient() -> None:
     problem = make_problem(OnSphere(), (6,), ClientOptions(epochs=2, batch_size=4))
     work, model, jobs = works(problem.layout.d)["trace"], problem.layout.pack(problem.module), job_list(sizes=(8, 8))
     engine = Batched(problem, VmappedNetwork)

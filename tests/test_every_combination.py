@@ -86,7 +86,7 @@ def run(algorithm: str, name: str, **settings: Any) -> fedagg.Result:
     )
 
 
-def test_every_network_has_its_turn() -> None:
+def test_every_network_is_tested() -> None:
     assert set(NETWORKS) == set(models.names())
 
 

@@ -1,4 +1,4 @@
-"""What works without the optional packages, and what the rest says. One fresh process in which none of them can be imported."""
+"""What works without the optional packages, and what the rest reports. One fresh process in which none of them can be imported."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**found, "folder": folder}
 
 
-def test_training_and_tables_need_none_of_them(said: dict[str, Any]) -> None:
+def test_training_and_tables_need_no_extra(said: dict[str, Any]) -> None:
     status, out, err = said["compare"]
     assert status == 0
     assert json.loads(out)["plot"] is None
@@ -68,7 +68,7 @@ def test_training_and_tables_need_none_of_them(said: dict[str, Any]) -> None:
     ("command", "package"),
     [("plot", "matplotlib"), ("report", "plotly"), ("partition", "matplotlib"), ("bounds", "matplotlib"), ("figure", "matplotlib")],
 )
-def test_what_needs_one_says_so_in_a_line(said: dict[str, Any], command: str, package: str) -> None:
+def test_what_needs_an_extra_says_so_in_one_line(said: dict[str, Any], command: str, package: str) -> None:
     status, out, err = said[command]
     assert (status, out) == (2, "")
     assert err.endswith(f"needs {package}, which is not installed: pip install 'fedagg[analysis]'")

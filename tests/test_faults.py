@@ -274,8 +274,8 @@ def started(**more: Any) -> FedAgg:
     return algorithm
 
 
-def test_fedagg_does_not_take_spoilt_answers_for_a_broken_model() -> None:
-    """Three of eight answers are spoilt on the way: the training losses are as usual, so the round counts."""
+def test_fedagg_does_not_take_damaged_answers_as_a_sign_of_a_broken_model() -> None:
+    """Three of eight answers are damaged on the way: the training losses are as usual, so the round counts."""
     faults = next(f for s in range(9999) if sum((f := Faults(s, corrupt_rate=0.4)).kind(0, c) is not None for c in range(8)) == 3)
     algorithm = started()
     clients = federation_of(8, faults)
@@ -286,8 +286,8 @@ def test_fedagg_does_not_take_spoilt_answers_for_a_broken_model() -> None:
 
 
 @pytest.mark.parametrize("times", [1e6, float("nan")])
-def test_fedagg_takes_clients_that_blew_up_for_a_broken_model(times: float) -> None:
-    """Three of eight clients blow up in training itself: their losses say so, and the last step is taken back."""
+def test_fedagg_takes_clients_that_diverged_as_a_sign_of_a_broken_model(times: float) -> None:
+    """Three of eight clients diverge in training itself: their losses show it, and the last step is undone."""
 
     class BlowingUp(Scripted):
         def run(self, *args: Any) -> Any:
@@ -336,7 +336,7 @@ def test_a_worse_loss_is_a_greater_one(loss: float, limit: float) -> None:
     assert worse(loss) == limit
 
 
-def test_fedagg_takes_back_a_step_after_which_everybody_blows_up_but_not_one_after_which_nobody_answers() -> None:
+def test_fedagg_undoes_a_step_after_which_all_diverge_but_not_one_after_which_nobody_answers() -> None:
     algorithm = started()
     algorithm.state["good/w"] = torch.full((D,), 7.0)
     blown = federation_of(8, Faults(), engine=Scripted(loss=float("inf")))
@@ -352,8 +352,8 @@ def test_fedagg_takes_back_a_step_after_which_everybody_blows_up_but_not_one_aft
         assert all(value is before[name] for name, value in algorithm.state.items())
 
 
-def test_lengths_of_a_round_that_fedagg_takes_back_are_not_usual_ones() -> None:
-    """Else one round in which everybody goes too far would let absurd clients pass for good."""
+def test_lengths_of_a_round_that_fedagg_undoes_are_not_used_as_usual_lengths() -> None:
+    """Otherwise one round in which all clients go too far would let absurd clients pass for ever."""
     algorithm, yardstick = started(), Yardstick()
 
     def usual_after(t: int, **script: float) -> float:
@@ -368,7 +368,7 @@ def test_lengths_of_a_round_that_fedagg_takes_back_are_not_usual_ones() -> None:
     assert usual_after(3, length=1e5, loss=10.0) == usual
 
 
-def test_what_rounding_kept_back_of_a_broken_field_is_not_sent_after_it() -> None:
+def test_the_rounding_error_of_a_broken_field_is_not_sent_later() -> None:
     """It is as long as that field was: added to the good one that takes its place, it would break the model again."""
     algorithm, downlink = started(), Downlink(bits=2, error=torch.full((1, D), 1e3))
     calm = federation_of(8, Faults(), downlink=downlink)
@@ -435,7 +435,7 @@ def test_where_a_straggler_stops_its_gradient_stays(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", ["scaffold", "feddyn"])
 def test_what_a_hostile_client_remembers_is_its_own(tmp_path: Path, name: str) -> None:
-    """It lies to the server, not to itself."""
+    """It sends a false update, but keeps its true one."""
 
     def remembered(folder: Path, **faults: Any) -> Tensor:
         tiny.job(algorithm=name, rounds=1, participation=1.0, out=folder, **faults)
@@ -468,7 +468,7 @@ def test_a_few_long_updates_do_not_rule_fedexp_under_a_robust_rule() -> None:
     assert moved("mean") == pytest.approx(max(1.0, length2 / (2 * (D * mean**2 + 1e-3))) * mean, rel=1e-5)
 
 
-def test_fedagg_too_says_that_a_round_had_no_valid_client() -> None:
+def test_fedagg_also_reports_a_round_without_a_valid_client() -> None:
     data = tiny.dataset()
     wild = fedagg.Dataset(data.x_train * 1e30, data.y_train, data.x_test, data.y_test, classes=3)
     with pytest.warns(UserWarning, match="no client was valid"):
@@ -487,7 +487,7 @@ class Alone:
     most = sum
 
 
-def test_processes_of_a_run_get_over_a_round_in_which_everybody_drops_out() -> None:
+def test_processes_of_a_run_survive_a_round_in_which_all_clients_drop_out() -> None:
     clients = federation_of(4, Faults(dropout=1.0), team=Alone())
     with pytest.raises(NoClients):
         clients.train(Work(rate=clients.constant(0.1)))

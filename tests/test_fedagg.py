@@ -173,7 +173,7 @@ def test_one_step_a_round_learns(engine: str) -> None:
 
 @pytest.mark.parametrize("lost", [math.nan, math.inf, 1e9, 4.0])
 @pytest.mark.parametrize(("first", "low", "best"), [(2.0, 1.0, 0.5), (-0.5, -1.0, -2.0)])
-def test_what_blew_up_counts_as_twice_the_first_loss(first: float, low: float, best: float, lost: float) -> None:
+def test_a_loss_that_diverged_counts_as_twice_the_first_loss(first: float, low: float, best: float, lost: float) -> None:
     """Means of two clients of 1, 0.5 and 4, so that the best is ½ · (1 - 4)/(1 - 1 + 4) steps further, and the rate 0.65 of a
     step above it. Where the first loss is -0.5, twice that is nothing: -1, -2 and 0."""
 
@@ -234,7 +234,7 @@ def test_the_own_rate_falls_at_the_end(t: int, rounds: int, total: int, share: f
         assert method.figures()["own_rate"] == pytest.approx(expected)
 
 
-def test_the_base_rate_stands_where_clients_are_silent() -> None:
+def test_the_base_rate_is_used_if_clients_do_not_report_losses() -> None:
     gone = federation_of(4, faults=Faults(dropout=1.0))
     assert found(started(lr=0.2), gone) == 0.2
 
@@ -434,7 +434,7 @@ def test_where_gradients_only_fall_the_limit_changes_nothing(monkeypatch: pytest
         ((1e9, 1e9), (1.0, 1.0), 5.0),  # not beyond zero
     ],
 )
-def test_weights_are_drawn_back_by_a_share_of_the_way(travel: tuple[float, ...], norm: tuple[float, ...], pull: float) -> None:
+def test_weights_are_pulled_back_by_a_share_of_distance(travel: tuple[float, ...], norm: tuple[float, ...], pull: float) -> None:
     method = started(2)
     method.state["norm"] = 1.0
     told = SimpleNamespace(travel=torch.tensor(travel).double(), norm=torch.tensor(norm).double())
@@ -445,7 +445,7 @@ def test_weights_are_drawn_back_by_a_share_of_the_way(travel: tuple[float, ...],
     assert torch.equal(method.decayed(model, told).w, model.w)  # type: ignore[arg-type]
 
 
-def test_normalised_networks_are_drawn_back_more() -> None:
+def test_normalised_networks_are_pulled_back_more() -> None:
     told = SimpleNamespace(travel=torch.tensor([2.0]).double(), norm=torch.tensor([1.0]).double())
     for network, share in ((nn.Linear(1, 1), 0.003), (nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2), nn.Linear(2, 1)), 0.017)):
         method = FedAgg(lr=0.01)
@@ -509,7 +509,7 @@ def test_clients_remember_their_gradients_and_the_server_the_mean(
         ("off", nn.Linear(2, 1), False),
     ],
 )
-def test_whose_clients_remember(memory: Any, network: nn.Module, remember: bool) -> None:
+def test_networks_for_which_clients_remember(memory: Any, network: nn.Module, remember: bool) -> None:
     method = FedAgg(memory=memory)
     method.start(Model(torch.zeros(3), torch.zeros(0)), network, None)  # type: ignore[arg-type]
     assert ("control" in method.state) == remember
@@ -526,7 +526,7 @@ def test_whose_clients_remember(memory: Any, network: nn.Module, remember: bool)
         ("on", 2, 1 << 30, True),
     ],
 )
-def test_few_visits_or_too_many_clients_and_nothing_is_remembered(memory: Any, rounds: int, total: int, remember: bool) -> None:
+def test_too_few_visits_or_too_many_clients_to_remember(memory: Any, rounds: int, total: int, remember: bool) -> None:
     method = FedAgg(memory=memory)
     method.start(Model(torch.zeros(3), torch.zeros(0)), nn.Linear(2, 1), None)  # type: ignore[arg-type]
     method.state["heard"] = True
@@ -535,7 +535,7 @@ def test_few_visits_or_too_many_clients_and_nothing_is_remembered(memory: Any, r
 
 
 class Whispering(Quadratic):
-    """One of the clients reports no norm, unless all are to be heard."""
+    """One of the clients reports no norm, unless `heard` is set."""
 
     def __init__(self, heard: bool) -> None:
         super().__init__()
@@ -551,8 +551,8 @@ class Whispering(Quadratic):
     ("steps", "heard", "robust", "remember"),
     [(2, True, "mean", True), (1, True, "mean", False), (2, False, "mean", False), (2, True, "median", False)],
 )
-def test_where_nothing_is_remembered(steps: int, heard: bool, robust: str, remember: bool) -> None:
-    """Of a single step, where a client is silent, and where updates are not averaged."""
+def test_when_nothing_is_remembered(steps: int, heard: bool, robust: str, remember: bool) -> None:
+    """After a single step, if a client reports nothing, and if updates are not averaged."""
     method = started()
     clients = federation_of(3, local=ClientOptions(epochs=1, batch_size=10 // steps), robust=robust, engine=Whispering(heard))
     method.search(clients)
@@ -564,7 +564,7 @@ def test_where_nothing_is_remembered(steps: int, heard: bool, robust: str, remem
 
 
 def trained(method: FedAgg, rounds: int, engine: Any = None) -> float:
-    """How far from the optimum of all clients a run of the toy ends."""
+    """How far from the joint optimum a run of the toy problem ends."""
     model = Model(torch.zeros(1), torch.zeros(0))
     for t in range(rounds):
         clients = federation_of(6, model.w, t=t, engine=engine)
@@ -669,12 +669,12 @@ def test_a_run_near_zero_loss_goes_on_at_its_rate() -> None:
 
 
 def test_one_client_breaks_nothing() -> None:
-    """Its loss is noise without a measure."""
+    """Its loss is pure noise."""
     assert not guard.broken(outcome([9.0], behind=[1.0]))
     assert not guard.unruly(outcome([1.0], [9.0]))
 
 
-def test_a_broken_model_is_taken_back() -> None:
+def test_a_broken_model_is_undone() -> None:
     class Broken(Quadratic):
         def run(self, *args: Any) -> Any:
             for chunk in super().run(*args):
@@ -704,7 +704,7 @@ def test_a_broken_model_is_taken_back() -> None:
         (0.0, 1, 1.0),
     ],
 )
-def test_the_model_that_is_shown(calm: float, known: int, share: float) -> None:
+def test_the_model_that_is_reported(calm: float, known: int, share: float) -> None:
     method = started(1)
     method.state |= {"trend": -0.1 * calm, "swing": 0.1, "known": known, "shown": torch.tensor([2.0])}
     model = Model(torch.tensor([4.0]), torch.zeros(0))
@@ -721,7 +721,7 @@ def test_statistics_are_averaged_with_the_weights() -> None:
     assert method.reported(model).buffers.tolist() == [2.5, -math.inf, 7.0]
 
 
-def test_while_nothing_is_known_the_last_model_is_shown() -> None:
+def test_while_nothing_is_known_the_last_model_is_reported() -> None:
     method = started(1)
     method.state["known"] = 50
     method.average(Model(torch.tensor([4.0]), torch.zeros(0)))
@@ -751,7 +751,7 @@ TOLD = ("first", "behind", "loss", "delta")
 
 
 def told(kind: str, dropout: float, behind: float) -> Any:
-    """What the clients tell, in their order."""
+    """What the clients report, in their order."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         network = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3))
@@ -778,7 +778,7 @@ def test_engines_agree_on_the_last_step() -> None:
 
 
 @pytest.mark.parametrize("kind", tiny.ENGINES)  # threads get no network that draws
-def test_the_loss_behind_is_of_the_same_samples_and_the_same_dropout(kind: str) -> None:
+def test_the_loss_at_the_last_model_uses_the_same_samples_and_dropout(kind: str) -> None:
     """A step back of almost no length has almost the same loss."""
     near = told(kind, 0.5, 1e-6)
     torch.testing.assert_close(near.behind, near.first, rtol=0, atol=1e-4)

@@ -181,7 +181,7 @@ def with_metric(name, value):
 
 
 def archive(sent, reply):
-    """Numpy reads it as what it reads, and it is no array."""
+    """NumPy reads it without an error, but it is not an array."""
     held = io.BytesIO()
     np.savez(held, weights=reply.content["arrays"]["weights"].numpy())
     reply.content["arrays"]["weights"].data = held.getvalue()
@@ -261,7 +261,7 @@ def test_a_node_that_sends_nonsense_is_back_with_its_next_good_answer(spoiled):
 
 
 @pytest.mark.parametrize("kind", ["missing", "error", "short", "no metrics"])
-def test_fedagg_does_not_take_a_broken_line_for_a_broken_model(kind):
+def test_fedagg_does_not_take_a_bad_answer_as_a_sign_of_a_broken_model(kind):
     strategy, _ = federated(tamper=spoil(2, BAD[kind][0]), algorithm="fedagg", participation=1.0)
     rates = [row["own_rate"] for row in strategy.record.history]
     assert rates == sorted(rates)  # the guard would have halved it
@@ -302,8 +302,8 @@ def test_honest_nodes_are_not_left_out(changes):
 
 
 @pytest.mark.filterwarnings("ignore:left out")
-def test_training_that_blows_up_is_judged_as_in_the_simulator():
-    """Its losses and rates are no numbers, and FedAgg is to know of it."""
+def test_training_that_diverges_is_judged_as_in_the_simulator():
+    """Its losses and rates are not numbers, and FedAgg must learn of it."""
     options = {"algorithm": "fedagg", "participation": 1.0, "lr": 1e3, "pace": "base", "rounds": 2}
     alone = simulated("lenet5", **options)
     strategy, _ = federated("lenet5", **options)
@@ -313,7 +313,7 @@ def test_training_that_blows_up_is_judged_as_in_the_simulator():
 
 
 class LyingGrid(HereGrid):
-    """Node 1002 says what it likes to questions of one kind: the same always, or another thing each round."""
+    """Node 1002 gives made-up answers to questions of one kind: always the same one, or another one each round."""
 
     kind: str
     lies: list[dict]
@@ -361,13 +361,13 @@ SCORES = [
 
 @pytest.fixture(scope="module")
 def scores():
-    """A run in which a node tells all of these, one a round, and one in which nobody does."""
+    """A run in which a node sends all of these, one per round, and a run in which no node does."""
     honest, _ = federated(algorithm="fedavg", participation=1.0, rounds=len(SCORES), test_apart=True)
     return lied_to("evaluate", *SCORES, rounds=len(SCORES)), honest
 
 
 @pytest.mark.parametrize("number", range(len(SCORES)))
-def test_test_results_that_cannot_be_are_not_used(scores, number):
+def test_impossible_test_results_are_not_used(scores, number):
     here, there = (strategy.record.history[number] for strategy in scores)
     assert (here["tested"], there["tested"]) == (3, 4)  # all nodes have the same test samples
     assert (here["loss"], here["accuracy"]) == pytest.approx((there["loss"], there["accuracy"]))
@@ -375,7 +375,7 @@ def test_test_results_that_cannot_be_are_not_used(scores, number):
     assert scores[0].about[number]["remarks"] == {"2": f"sent {what}; not used"}
 
 
-def test_test_results_that_cannot_be_do_not_cost_the_update_they_come_with():
+def test_impossible_test_results_do_not_invalidate_their_update():
     strategy = lied_to("train", {"test-accuracy": [101.0, 100.0]}, test_apart=False)
     assert [row["tested"] for row in strategy.record.history] == [3, 3, 4]  # of the last, it tells the truth
     assert [row["clients"] for row in strategy.about] == [[0, 1, 2, 3]] * 3
@@ -441,7 +441,7 @@ def bad_numbers_run():
 
 
 @pytest.mark.parametrize("kind", BAD_NUMBERS)
-def test_under_secure_aggregation_a_number_that_cannot_be_skips_the_round(bad_numbers_run, kind):
+def test_under_secure_aggregation_an_impossible_number_skips_the_round(bad_numbers_run, kind):
     number = 1 + list(BAD_NUMBERS).index(kind)
     assert bad_numbers_run.record.history[number]["unchanged"]
     assert bad_numbers_run.about[number]["left_out"] == {"2": BAD_NUMBERS[kind][1]}
@@ -547,7 +547,7 @@ class PatientNumber4711(ValueError):
         ("train", Exception("4711"), "Exception"),
     ],
 )
-def test_of_an_error_on_a_node_its_kind_is_told(where, error, kind, caplog):
+def test_only_the_kind_of_an_error_on_a_node_is_sent(where, error, kind, caplog):
     """The text, in which there may be a sample, stays in the node's own log."""
 
     def failing(context):
@@ -633,7 +633,7 @@ def test_a_question_that_expired_at_the_superlink_is_no_answer_in_time():
     assert strategy.about[1]["left_out"] == {"2": "no answer in time"}
 
 
-def test_a_client_that_was_left_out_remembers_what_it_remembered_before():
+def test_a_client_that_was_left_out_keeps_its_earlier_memory():
     """FedDyn: the node's memory must be as if the lost round had not been, as in the simulator."""
     lost, _ = federated(tamper=spoil(2, BAD["not a number"][0]), algorithm="feddyn", participation=1.0, rounds=4)
     missing, _ = federated(tamper=spoil(2, BAD["missing"][0]), algorithm="feddyn", participation=1.0, rounds=4)
@@ -653,7 +653,7 @@ def test_too_few_answers_skip_the_round():
 
 
 def test_a_skipped_round_leaves_the_servers_state_alone():
-    """Not even the rounding of a field that nobody answered to: the first is sent in round 2."""
+    """Not even the rounding error of a field that nobody answered: the first field is sent in round 2."""
     silence = spoil(2, lambda sent, reply: [])
     options = {"algorithm": "fedagg", "downlink_bits": 2, "participation": 1.0}
     skipped, _ = federated(tamper=silence, quorum=NODES, rounds=2, **options)
@@ -667,7 +667,7 @@ def test_a_skipped_round_leaves_the_servers_state_alone():
 
 
 def test_a_round_waits_for_nodes_and_is_not_lost(tmp_path):
-    """All nodes leave before round 2. The run waits, says how to go on, and goes on to the weights of a run that was left alone."""
+    """All nodes leave before round 2. The run waits, says how to continue, and continues to the weights of an undisturbed run."""
     options = {"algorithm": "fedagg", "downlink_bits": 3, "participation": 1.0, "rounds": 4}
     whole, _ = federated(**options)
     grid = HereGrid(client_app(model, node), NODES)
@@ -691,7 +691,7 @@ def test_a_round_waits_for_nodes_and_is_not_lost(tmp_path):
 
 @pytest.mark.parametrize("secure", [False, True])
 def test_a_round_that_nobody_answers_is_done_again(secure):
-    """They come back before patience ends. The round is recorded once, and the model is that of a run that was left alone."""
+    """They come back before patience ends. The round is recorded once, and the model is that of an undisturbed run."""
     lost = []
 
     def silence(sent, reply):
@@ -777,7 +777,7 @@ def test_a_round_closes_when_enough_have_answered():
             FedAggStrategy(model(), settings(), **wrong)
 
 
-def test_an_answer_that_is_no_use_does_not_count_for_the_quorum():
+def test_an_unusable_answer_does_not_count_for_the_quorum():
     lost, _ = federated(tamper=spoil(2, BAD["not a number"][0]), quorum=NODES, algorithm="fedavg", participation=1.0)
     assert [row.get("unchanged", False) for row in lost.record.history] == [False, True, False]
     assert lost.about[1]["left_out"] == {"2": "not finite"}
@@ -835,7 +835,7 @@ def test_more_rounds_are_rehearsed_from_where_the_run_began(tmp_path):
 
 
 @pytest.mark.parametrize("setting", ["normalize", "validation", "dropout_rate", "flip_rate"])
-def test_settings_that_only_a_simulation_heeds_are_refused(setting):
+def test_settings_that_only_a_simulation_uses_are_refused(setting):
     with pytest.raises(SettingError, match=f"{setting}.*simulations"):
         FedAggStrategy(model(), settings(**{setting: True if setting == "normalize" else 0.5}))
 
@@ -890,7 +890,7 @@ def test_a_node_that_introduces_itself_twice_is_one_node():
     assert [row["clients"] for row in strategy.about] == [[0, 1, 2, 3]] * 2
 
 
-def test_a_node_that_comes_back_under_another_id_waits_for_its_old_self_to_be_missed():
+def test_a_node_that_returns_with_another_id_waits_until_its_old_id_has_left():
     """Without keys a restarted SuperNode has a new id, and Flower believes in the old one until its heartbeat fails."""
     grid = HereGrid(client_app(model, node), NODES)
     grid.contexts[1003].node_config["partition-id"] = 0
@@ -909,8 +909,8 @@ def test_a_node_that_comes_back_under_another_id_waits_for_its_old_self_to_be_mi
 
 
 @pytest.mark.parametrize("method", ["fedagg", "feddyn", "fedadam"])
-def test_a_restarted_server_goes_on_as_if_nothing_had_happened(method, tmp_path):
-    """The server dies in the middle of round 3; a new run finishes. The nodes' state is on their disks."""
+def test_a_restarted_server_continues_as_if_nothing_had_happened(method, tmp_path):
+    """The server is killed in the middle of round 3; a new run finishes. The nodes' state is on their disks."""
     whole, _ = federated(algorithm=method, downlink_bits=3, rounds=4, out=tmp_path / "whole")
 
     def nodes(tamper=None):

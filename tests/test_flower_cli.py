@@ -104,7 +104,7 @@ def test_keys_are_not_sent_along_with_the_app(project):
     assert not set(secrets) & set(held.values())
 
 
-def test_nothing_starts_without_keys_unless_asked_loudly(project):
+def test_nothing_starts_without_keys_unless_asked_explicitly(project):
     for script in ("superlink.sh", "supernode.sh"):
         text = (project / script).read_text()
         before, after = text.split("exec flower-", 1)
@@ -114,7 +114,7 @@ def test_nothing_starts_without_keys_unless_asked_loudly(project):
 
 
 def test_the_superlink_is_reached_from_its_own_machine_only(project):
-    """Whoever reaches it can register keys and start runs: the door for nodes is the proxy's."""
+    """Whoever reaches it can register keys and start runs: nodes connect to the proxy."""
     hosts = re.findall(r"--host (\S+)", (project / "superlink.sh").read_text())
     assert hosts == ["127.0.0.1"] * 2
     paths = re.findall(r"location (.*) \{", (project / "nginx.conf").read_text())
@@ -268,7 +268,7 @@ def test_a_setting_that_is_wrong_is_named_before_anything_starts(superlink, give
     assert link.statuses == {}
 
 
-def test_a_superlink_that_is_not_there_is_told_in_a_line(project):
+def test_a_missing_superlink_is_one_line(project):
     call("keys", str(project), "--port", "9")
     for command in ("register", "status", "nodes", "log", "stop"):
         with pytest.raises(FedaggError, match=r"^no SuperLink answers at 127.0.0.1:9 .*superlink.sh$"):
@@ -283,7 +283,7 @@ def test_registering_needs_keys(project):
 # Files for those who run it, held against their own tools.
 
 
-def test_compose_opens_the_proxy_to_the_world_and_nothing_else(project):
+def test_compose_opens_only_the_proxys_port(project):
     yaml = pytest.importorskip("yaml")
     found = yaml.safe_load((project / "compose.yaml").read_text())
     services = found["services"]
@@ -307,13 +307,13 @@ def compose_is_there() -> bool:
 
 
 @pytest.mark.skipif(not compose_is_there(), reason="needs docker compose, of which no engine has to run")
-def test_compose_takes_its_file(project):
+def test_compose_accepts_its_file(project):
     done = subprocess.run(["docker", "compose", "--profile", "*", "config", "-q"], cwd=project, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx")
-def test_nginx_takes_what_the_script_makes_of_its_file(project, tmp_path):
+def test_nginx_accepts_the_configuration_that_the_script_writes(project, tmp_path):
     """The script itself, with an nginx in front that adds `-t`."""
     call("keys", str(project), "--nodes", "1")
     (tmp_path / "bin").mkdir()
@@ -328,7 +328,7 @@ def test_nginx_takes_what_the_script_makes_of_its_file(project, tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
-def test_systemd_takes_the_units(project):
+def test_systemd_accepts_the_units(project):
     units = sorted((project / "deploy").glob("*.service"))
     assert [unit.name for unit in units] == [f"fedagg-{name}.service" for name in ("node@", "proxy", "run", "superlink")]
     here = project.parent / "units"
@@ -343,7 +343,7 @@ def test_systemd_takes_the_units(project):
     assert (done.returncode, ours) == (0, [])
 
 
-def test_kubernetes_opens_the_proxy_to_the_world_and_nothing_else(project):
+def test_kubernetes_opens_only_the_proxys_port(project):
     yaml = pytest.importorskip("yaml")
     service, server, node = yaml.safe_load_all((project / "deploy" / "kubernetes.yaml").read_text())
     assert [port["targetPort"] for port in service["spec"]["ports"]] == [8443]
@@ -358,7 +358,7 @@ def test_kubernetes_opens_the_proxy_to_the_world_and_nothing_else(project):
     assert ports == [{"containerPort": 8443}]
 
 
-def test_kubernetes_takes_its_file(project):
+def test_kubernetes_accepts_its_file(project):
     """By its own schema, in which nothing may stand that it does not know."""
     yaml, validator = pytest.importorskip("yaml"), pytest.importorskip("kubernetes_validate")
     found = list(yaml.safe_load_all((project / "deploy" / "kubernetes.yaml").read_text()))

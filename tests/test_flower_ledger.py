@@ -1,4 +1,4 @@
-"""The account of what a federation has told about its nodes."""
+"""The account of what a federation has revealed about its nodes."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_a_limit_is_seen_before_it_is_passed():
 @pytest.mark.parametrize(
     "line", ["", "{", "[]", "{}", '{"noise_multiplier": "x"}', '{"noise_multiplier": 0}', '{"noise_multiplier": NaN}']
 )
-def test_a_damaged_ledger_is_no_empty_one(tmp_path, line):
+def test_a_damaged_ledger_is_not_taken_as_empty(tmp_path, line):
     path = tmp_path / "ledger.jsonl"
     path.write_text(f'{{"noise_multiplier": 1.0}}\n{line}\n')
     with pytest.raises(FedaggError, match="damaged"):
         Ledger(Privacy(0.5, 1.0), path)
 
 
-def test_a_line_that_a_power_cut_tore_is_taken_off(tmp_path):
+def test_a_line_that_a_power_cut_left_incomplete_is_removed(tmp_path):
     path = tmp_path / "ledger.jsonl"
     path.write_text('{"noise_multiplier": 1.0}\n{"noise_mul')
     ledger = Ledger(Privacy(0.5, 1.0), path)

@@ -17,7 +17,7 @@ from test_flower import NODES, model, node, settings, simulated
 
 
 class Clock:
-    """Time that passes when somebody sleeps."""
+    """A clock that advances only when something sleeps."""
 
     def __init__(self):
         self.now = 0.0
@@ -113,7 +113,7 @@ def test_a_node_that_gets_quicker_is_given_more(clock):
     assert pace.allot([3]) == {3: 5}
 
 
-def test_of_an_error_the_seconds_say_nothing_unless_time_was_over(clock):
+def test_the_time_of_an_error_counts_only_if_it_was_a_timeout(clock):
     pace = Pace(4, 100.0, 1.0, {1003: 3}.get)
     pace.pending["q"] = (3, 4, clock.now - 1.0)
     pace.note_answer("q", failed=True)

@@ -116,7 +116,7 @@ def unmasked(vector, own, folded):
 
 
 @pytest.mark.parametrize("masks", ["Flower's", "ours"])
-def test_masks_cannot_be_tried_out(masks, monkeypatch):
+def test_masks_cannot_be_found_by_trial(masks, monkeypatch):
     """With Flower's generator the update of one of two nodes is found by trying seeds; with ours it is not. Of the 2^32 seeds, the
     one that Flower uses and a few more are tried."""
     if masks == "Flower's":
@@ -395,7 +395,7 @@ def test_rounding_under_the_masks_does_not_lengthen_an_update():
     assert 0.999 * CLIP < min(lengths) <= max(lengths) <= CLIP
 
 
-def test_a_run_ends_before_it_tells_too_much(tmp_path):
+def test_a_run_ends_before_it_reveals_too_much(tmp_path):
     """Five sums would be over the limit."""
     rounds = 4
     most = epsilon(4, 0.5, 1e-5) * 1.001

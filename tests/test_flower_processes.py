@@ -74,7 +74,7 @@ class Federation:
 
     def __init__(self, folder: Path, nodes: int) -> None:
         self.folder, self.nodes, self.tag = folder, nodes, f"{os.getpid()}-{time.monotonic_ns()}"
-        self.port, self.door, *self.node_ports = free_ports(nodes + 3)
+        self.port, self.proxy_port, *self.node_ports = free_ports(nodes + 3)
         self.started: list[subprocess.Popen[bytes]] = []
         self.environment = {
             **os.environ,
@@ -108,11 +108,11 @@ class Federation:
         until("the SuperLink", lambda: reachable(self.port))
 
     def proxy(self) -> None:
-        self.start("proxy", "./proxy.sh", "127.0.0.1", str(self.door), str(self.port))
-        until("the proxy", lambda: reachable(self.door))
+        self.start("proxy", "./proxy.sh", "127.0.0.1", str(self.proxy_port), str(self.port))
+        until("the proxy", lambda: reachable(self.proxy_port))
 
     def supernode(self, number: int, port: int) -> subprocess.Popen[bytes]:
-        server = self.door if NGINX else self.port
+        server = self.proxy_port if NGINX else self.port
         return self.start(f"node-{number}", "./supernode.sh", str(number), str(self.nodes), f"127.0.0.1:{server}", str(port))
 
     def alive(self, name: str = "") -> list[int]:
@@ -192,7 +192,7 @@ def federation(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Feder
 
 
 @pytest.mark.slow
-def test_three_rounds_with_tls_and_keys_and_two_deaths(federation: Federation) -> None:
+def test_three_rounds_with_tls_and_keys_and_two_kills(federation: Federation) -> None:
     """The SuperLink is killed in the second round and started again, a node in the third. The run ends in the weights of one that
     was left alone, but for the answers of that node."""
     f = federation
@@ -229,8 +229,8 @@ def test_three_rounds_with_tls_and_keys_and_two_deaths(federation: Federation) -
 
 @pytest.mark.slow
 @pytest.mark.skipif(NGINX is None, reason="needs nginx in front of the SuperLink; on Debian: apt-get install nginx-light")
-def test_a_stranger_at_the_door(federation: Federation) -> None:
-    """Somebody who has ca.crt, and whom nobody has told more. He finds no way in; on the server the same commands work."""
+def test_a_stranger_cannot_get_in(federation: Federation) -> None:
+    """A stranger who has only ca.crt cannot get in; on the server the same commands work."""
     f = federation
     f.superlink()
     f.proxy()
@@ -241,13 +241,13 @@ def test_a_stranger_at_the_door(federation: Federation) -> None:
     node_key(home, 7)
     certificate = f.folder / "keys" / "ca.crt"
     (home / "config.toml").write_text(
-        f'[superlink.deployment]\naddress = "127.0.0.1:{f.door}"\nroot-certificates = "{certificate}"\n'
+        f'[superlink.deployment]\naddress = "127.0.0.1:{f.proxy_port}"\nroot-certificates = "{certificate}"\n'
     )
     commands = {
         "register": ("flwr", "supernode", "register", str(home / "node-7.pub"), "deployment"),
         "run": ("flwr", "run", ".", "deployment"),
         "list": ("flwr", "list", "deployment"),
-        "plain": ("flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{f.door}", "--port", str(f.node_ports[-1])),
+        "plain": ("flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{f.proxy_port}", "--port", str(f.node_ports[-1])),
     }
     tries = {}
     for name, words in commands.items():
@@ -263,13 +263,13 @@ def test_a_stranger_at_the_door(federation: Federation) -> None:
         def asked(port: int, path: str) -> int:
             return client.post(f"https://127.0.0.1:{port}{path}", content=b"").status_code
 
-        passed = {path for path in PATHS if asked(f.door, path) != 403}
+        passed = {path for path in PATHS if asked(f.proxy_port, path) != 403}
         assert passed == {path for path in PATHS if path.startswith("/v1/fleet/") and not path.endswith("/unregister-node")}
         # Without a registered key, what passes leads nowhere.
-        assert {asked(f.door, path) for path in passed} <= {400, 401}
+        assert {asked(f.proxy_port, path) for path in passed} <= {400, 401}
         assert asked(f.port, "/v1/control/list-runs") == 200
         for path in TRICKS:
-            assert asked(f.door, path) in (400, 403), path
+            assert asked(f.proxy_port, path) in (400, 403), path
 
     for name, process in tries.items():
         assert process.wait(timeout=PATIENCE) != 0, name
@@ -324,7 +324,7 @@ def unknown_node(f: Federation) -> subprocess.Popen[bytes]:
 @long
 @pytest.mark.parametrize("federation", [3], indirect=True)
 def test_an_answer_after_the_deadline(federation: Federation) -> None:
-    """A node is stopped when it has received the work of round 2, and goes on when the round is over without it."""
+    """A node is stopped when it has received the work of round 2, and continues when the round is over without it."""
     f = federation
     f.up()
     f.submit(rounds=4, eval_every=4, timeout=30.0)

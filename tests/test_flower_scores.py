@@ -1,4 +1,4 @@
-"""Test results of a federation: who tests what, where it is booked, and who is told."""
+"""Test results of a federation: which node tests what, where it is recorded, and who is told."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def privacy_of_two_rounds() -> float:
     return epsilon(2, 5.0, 1e-5)
 
 
-def test_a_server_that_dies_after_results_were_booked_goes_on(tmp_path, monkeypatch):
+def test_a_server_that_dies_after_results_were_recorded_continues(tmp_path, monkeypatch):
     """Round 3's answers have come, and with them the results of round 2, whose line has grown since its checkpoint."""
     whole, _ = ran(out=tmp_path / "whole", rounds=4)
     real = fedagg.record.Record.round

@@ -161,7 +161,7 @@ def test_the_record_counts_the_sums():
     assert strategy.record.history[0]["bytes_tests"] == NODES * (4 * strategy.layout.d + 8 * numbers)
 
 
-def test_everything_that_people_and_machines_read_has_the_right_name(tmp_path, caplog):
+def test_the_record_and_the_log_use_the_right_names(tmp_path, caplog):
     class Follower:
         def judged(self, metric):
             self.label = metric.label
@@ -192,7 +192,7 @@ def test_everything_that_people_and_machines_read_has_the_right_name(tmp_path, c
     assert again.evaluate(whole("regression").x_test, whole("regression").y_test)["r2"] == pytest.approx(last["r2"], rel=1e-5)
 
 
-def test_lower_is_better_of_some(tmp_path):
+def test_for_some_metrics_lower_is_better(tmp_path):
     strategy, grid = federated("regression", out=tmp_path, metric="mae", rounds=3)
     found = [row["mae"] for row in strategy.record.history]
     assert json.loads((tmp_path / "result.json").read_text())["best_mae"] == min(found)
@@ -216,7 +216,7 @@ RMSE = Metric("rmse", "RMSE", percent=False, higher=False, tally=squares, score=
 
 
 @pytest.mark.parametrize("own", [within_one, RMSE])
-def test_a_metric_of_ones_own(own, tmp_path):
+def test_a_metric_of_your_own(own, tmp_path):
     strategy, _ = federated("regression", own=own, out=tmp_path)
     alone, key = simulated("regression", own=own), "rmse" if own is RMSE else "within_one"
     assert strategy.result.score == pytest.approx(alone.score, abs=1e-5)
@@ -284,7 +284,7 @@ LIES = {
 
 
 class Liar(HereGrid):
-    """Node 1002, with 20 test samples, says something else of the model each round."""
+    """Node 1002, with 20 test samples, reports something else about the model each round."""
 
     lies: list[dict]
 
@@ -302,7 +302,7 @@ def liar(lies):
 
 
 @pytest.mark.parametrize("task", LIES)
-def test_sums_that_cannot_be_are_left_out(task):
+def test_impossible_sums_are_left_out(task):
     lies = LIES[task]
     strategy, _ = federated(task, grid=liar(lies), rounds=len(lies), epochs=1, test_apart=True)
     others = np.concatenate([TEST[k] for k in (0, 1, 3)])
@@ -325,7 +325,7 @@ def test_sums_of_another_length_are_left_out():
     assert strategy.record.history[0]["r2"] == pytest.approx(expected["r2"], rel=1e-5)
 
 
-def test_under_secure_aggregation_sums_that_cannot_be_are_left_out():
+def test_under_secure_aggregation_impossible_sums_are_left_out():
     def mod(message, context, call_next):
         reply = call_next(message, context)
         told = reply.content.config_records.get("fitres.metrics", ConfigRecord())
@@ -383,7 +383,7 @@ def test_targets_are_read_as_the_task_says():
 
 
 def test_a_model_that_does_not_fit_the_targets_does_not_join():
-    """Three outputs and one target would be held against each other without a word."""
+    """Three outputs and one target would be compared without an error."""
 
     def one(context):
         x, y, *_ = nodes("regression")(context)
@@ -431,7 +431,7 @@ def test_prometheus_takes_any_name():
     assert all(line.startswith(("#", "fedagg_")) for line in told.splitlines())
 
 
-def test_a_figure_that_a_nodes_samples_do_not_tell_is_none(tmp_path):
+def test_a_figure_that_a_nodes_samples_do_not_determine_is_none(tmp_path):
     """One test sample does not vary, and has no R²; together with the others' it counts."""
     data = whole("regression")
 

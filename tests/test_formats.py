@@ -123,7 +123,7 @@ def test_sparse_matrices() -> None:
 
 
 @pytest.mark.parametrize("source", [None, 3, (X,), (X, Y, X), object()])
-def test_what_is_no_data_is_refused(source: Any) -> None:
+def test_what_is_not_data_is_refused(source: Any) -> None:
     refused("data = ", source)
 
 
@@ -309,7 +309,7 @@ def test_a_folder_of_images_by_class(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (data.y_train.tolist(), data.y_test.tolist(), data.shape) == ([0, 0, 0, 1, 1], [1], (3, 4, 5))
     assert (data.x_train[2, :, 0, 0] * 255).tolist() == pytest.approx([2, 2, 3])
     Image.new("L", (9, 9)).save(tmp_path / "grey" / "cat" / "odd.png")
-    refused("is 9 x 9, and the first one 5 x 4", tmp_path / "grey")
+    refused("is 9 x 9, but the first one is 5 x 4", tmp_path / "grey")
     (tmp_path / "grey" / "cat" / "odd.png").write_bytes(b"no picture")
     refused("cannot be read as an image", tmp_path / "grey")
     refused("has no images", tmp_path / "grey" / "dog")

@@ -69,7 +69,7 @@ def cases(name: str) -> Callable[[Any], Any]:
 
 @contextlib.contextmanager
 def calm(name: str, count: int = 1) -> Iterator[None]:
-    """Within, only errors that people can read may happen, and soon."""
+    """Within the block, only readable errors may happen, and soon."""
 
     def hangs(*_: Any) -> None:
         raise AssertionError(f"over {SECONDS} seconds")

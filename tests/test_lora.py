@@ -102,7 +102,7 @@ def test_the_start_is_the_networks_own() -> None:
     assert {id(p) for p in base.parameters()}.isdisjoint(map(id, adapted.parameters()))
 
 
-def test_only_adapters_travel() -> None:
+def test_only_adapters_are_sent() -> None:
     adapted = fedagg.lora(network(), rank=2)
     layout = Layout(adapted)
     layers = [f"network.h.{block}.{layer}" for block in (0, 1) for layer in ("c_attn", "c_proj")] + ["network.score"]
@@ -234,7 +234,7 @@ def test_a_frozen_network_may_be_in_half_precision() -> None:
         ({"train": "scores"}, "train = 'scores': did you mean 'score'?"),
     ],
 )
-def test_what_cannot_be_is_said_in_a_line(options: dict[str, Any], message: str) -> None:
+def test_impossible_arguments_are_one_line(options: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingError) as error:
         fedagg.lora(network(), **options)
     assert message in str(error.value)

@@ -39,7 +39,7 @@ def in_memory(data: Dataset) -> Dataset:
 
 
 @pytest.mark.parametrize("engine", ["sequential", "batched"])
-def test_no_more_than_allowed_is_read_or_kept(file: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+def test_no_more_than_allowed_is_read_or_kept_in_memory(file: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
     read: list[int] = []
     block = Mapped.block
 
@@ -80,7 +80,7 @@ def test_no_more_than_allowed_is_read_or_kept(file: Path, monkeypatch: pytest.Mo
         assert result.loss == same.loss
 
 
-def test_rows_come_as_they_would_from_memory(file: Path, tmp_path: Path) -> None:
+def test_rows_are_the_same_as_from_memory(file: Path, tmp_path: Path) -> None:
     x = np.load(file)
     data: Any = opened(file).x_train
     at = torch.tensor([5, 3, 700, 3])
@@ -125,7 +125,7 @@ def test_what_cannot_be_done_is_said(file: Path) -> None:
     for given, words in (
         ({"normalize": True}, "standardise the file"),
         ({"partition": "feature"}, "stay on the disk"),
-        ({"clients": 2}, "client 0 has .* samples, and 50 fit"),
+        ({"clients": 2}, "client 0 has .* samples, but 50 fit"),
     ):
         with pytest.raises(SettingError, match=words):
             fedagg.run(data=data, **{**SHORT, **given})

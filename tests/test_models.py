@@ -347,7 +347,7 @@ def test_linear_refuses_an_empty_sample() -> None:
         ("vgg11", {"norm": "bacth"}, "norm = 'bacth': did you mean 'batch'"),
         ("linear", {"norm": "layer"}, "norm = 'layer': choose one of batch, group, none"),
         ("resnet18", {"norm": "none"}, "norm = 'none': model 'resnet18' needs a norm; choose batch or group"),
-        ("alexnet", {"dropout": 1.0}, "dropout = 1.0: a probability"),
+        ("alexnet", {"dropout": 1.0}, "dropout = 1.0: give a probability"),
         ("lenet5", {"dropout": 0.5}, "dropout = 0.5: model 'lenet5' has none; leave it out, or choose one of cifar10"),
     ],
 )

@@ -237,7 +237,7 @@ def test_letters_are_split_alike_in_every_class(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_flipped_byte_is_never_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of the right size and structure: only the hash tells."""
+    """Of the right size and structure: only the hash shows the damage."""
     content = bytes([3]) + bytes(3072)
     pinned = tuple(
         sources.File(file.name, (1, 3073), 3073, hashlib.sha256(content).hexdigest()) for file in sources.SOURCES["cifar10"].files

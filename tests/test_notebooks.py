@@ -51,7 +51,7 @@ def put_out(folder: Path) -> dict[str, list[str]]:
     return dict(zip(names, executed(folder, *names), strict=True))
 
 
-def test_notebooks_are_stored_without_what_they_put_out() -> None:
+def test_notebooks_are_stored_without_output() -> None:
     found = sorted(EXAMPLES.glob("*.ipynb"))
     assert [path.stem for path in found] == ["federation", "first-run", "own-data", "own-method"]
     for path in found:

@@ -131,7 +131,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("line", "words"), REFUSED)
-def test_what_would_be_swallowed_is_refused(
+def test_options_that_would_be_ignored_are_refused(
     line: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -258,7 +258,7 @@ def test_a_name_can_be_written_on_a_command_line(name: str) -> None:
         register(name)(Halved)
 
 
-def test_what_is_no_method_is_not_registered() -> None:
+def test_what_is_not_a_method_is_not_registered() -> None:
     wrong: Callable[..., Any] = register("wrong")
     with pytest.raises(SettingError, match=r"is not a subclass of fedagg.Algorithm"):
         wrong(dict)
@@ -362,13 +362,13 @@ def test_the_rate_of_an_object() -> None:
         ({"algorithm": FedProx(), "variant": "paper"}, "variant = 'paper': what was given from Python is 'default'"),
     ],
 )
-def test_objects_that_cannot_be(given: dict[str, Any], words: str) -> None:
+def test_impossible_objects_are_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingError) as refused:
         tiny.job(**given)
     assert str(refused.value).startswith(words)
 
 
-def test_a_run_of_an_object_goes_on_with_the_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_an_object_is_resumed_with_the_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "own"
     tiny.job(algorithm=Halved(share=0.25), rounds=3, out=tmp_path / "whole")
     tiny.job(algorithm=Halved(share=0.25), rounds=2, out=folder)

@@ -1,4 +1,4 @@
-"""Splits: nothing twice, no one empty, the promised sizes, and the same split for the same seed."""
+"""Splits: no sample twice, no client empty, the promised sizes, and the same split for the same seed."""
 
 from __future__ import annotations
 

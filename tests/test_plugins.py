@@ -1,4 +1,4 @@
-"""Code of others, from a file, a module or a package, is known by name to every command; and some commands need no torch."""
+"""Plugins from a file, a module or a package are known by name to every command; and some commands need no torch."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def call(*arguments: str) -> int:
 ALL = ["--algorithm", "own-method", "--dataset", "own-data", "--model", "own-network", "--partition", "own-split"]
 
 
-def test_a_run_of_nothing_but_ones_own(own: Path) -> None:
+def test_a_run_made_only_of_registered_parts(own: Path) -> None:
     line = ["run", *ALL, "--plugin", "own_plugin.py", "--share", "0.25", "--track", "own-tracker", *SHORT]
     assert call(*line, "--out", "a") == 0
     recorded = tomllib.loads(Path("a/config.toml").read_text())
@@ -158,7 +158,7 @@ def test_a_module_by_its_name_and_a_file_of_settings(own: Path, capsys: pytest.C
     assert fedagg.run(algorithm="own-method", plugin=own, share=0.75, rounds=1, clients=4).config.options == {"share": 0.75}
 
 
-def test_listings_and_other_commands_know_it(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_and_other_commands_know_a_plugin(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("list", "--plugin", str(own)) == 0
     said = capsys.readouterr().out
     assert "FedAvg at a share of the rate." in said
@@ -170,7 +170,7 @@ def test_listings_and_other_commands_know_it(own: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.slow
-def test_a_grid_has_it_in_every_process(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_grid_loads_the_plugin_in_every_process(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("grid.toml").write_text(
         'title = "Own"\nkind = "table"\nmethods = ["own-method", "fedavg"]\nparticipation = [0.5]\n'
         '[settings]\nplugin = "own_plugin.py"\nrounds = 1\nclients = 4\nepochs = 1\nshare = 0.25\n'
@@ -256,7 +256,7 @@ def test_names_of_the_package_cannot_be_taken() -> None:
 
 
 @pytest.mark.slow
-def test_somebody_elses_network_is_tried_before_it_is_trusted(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_from_a_plugin_is_tried_before_it_is_used(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fedagg.engines import choose
 
     tried = []

@@ -105,7 +105,7 @@ def test_what_fedagg_sends_beside_the_weights(bits, most):
 
 
 def test_the_simulator_trains_with_what_it_would_send():
-    """Rounding changes the run, little; a repetition does not; and a resumed run has kept what rounding kept back."""
+    """Rounding changes the run, little; a repetition does not; and a resumed run keeps the rounding error."""
     options = {"dataset": "mnist-mini", "rounds": 4, "clients": 10, "lr": 0.05}
     exact, rounded = (fedagg.run(**options, downlink_bits=bits) for bits in (32, 2))
     assert exact.history[-1]["loss"] != rounded.history[-1]["loss"]
@@ -113,7 +113,7 @@ def test_the_simulator_trains_with_what_it_would_send():
     assert rounded.history[-1]["bytes_down"] < 0.6 * exact.history[-1]["bytes_down"]
 
 
-def test_a_resumed_run_keeps_what_rounding_kept_back(tmp_path):
+def test_a_resumed_run_keeps_the_rounding_error(tmp_path):
     options = {"dataset": "mnist-mini", "clients": 10, "downlink_bits": 2}
     whole = fedagg.run(**options, rounds=4)
     fedagg.run(**options, rounds=2, out=tmp_path / "run")

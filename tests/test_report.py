@@ -180,14 +180,14 @@ def test_a_method_registered_in_a_script_is_shown_beside_others(
     assert "algorithm = 'mine'" in capsys.readouterr().err
 
 
-def test_a_loss_of_ones_own_is_a_setting_of_its_own(folder: Path, tmp_path: Path) -> None:
+def test_a_custom_loss_is_a_separate_setting(folder: Path, tmp_path: Path) -> None:
     config = Config(algorithm="fedavg", engine="batched", **SETTINGS)
     fedagg.run(config, loss=lambda output, target: 2 * cross_entropy(output, target), out=tmp_path / "doubled")
     first, second = content.gather([folder / "fedavg-0", tmp_path / "doubled"]).groups
     assert second.name == f"{first.name}, as in doubled"
 
 
-def test_no_run_vanishes_without_a_word(folder: Path, tmp_path: Path) -> None:
+def test_no_run_is_dropped_without_a_note(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "fedagg-0", tmp_path / "again")
     (tmp_path / "begun").mkdir()
     shutil.copy(folder / "fedavg-0" / "config.toml", tmp_path / "begun")
@@ -451,13 +451,13 @@ def test_the_same_numbers_give_the_same_picture(tmp_path: Path) -> None:
             assert plots.score_curves(history, tmp_path / f"two.{ending}", "t", "accuracy").read_bytes() == one
 
 
-def test_a_folder_is_no_place_for_a_page(folder: Path, tmp_path: Path) -> None:
+def test_a_page_cannot_be_written_to_a_folder(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"^out = '.*': is a folder; give the page a name, .*report.html"):
         page.write([folder], tmp_path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
-def test_a_folder_whose_name_is_no_text(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_whose_name_is_not_valid_text(folder: Path, tmp_path: Path) -> None:
     odd = Path(shutil.copytree(folder / "fedavg-0", tmp_path / os.fsdecode(b"run-\xff")))
     assert "<title>fedagg: run-?</title>" in page.write([odd], tmp_path / "page.html").read_text(encoding="utf-8")
 

@@ -91,7 +91,7 @@ def opened(browser: Any, report: Path) -> Iterator[Opened]:
     tab.context.close()
 
 
-def test_it_opens_without_a_word_and_without_a_network(untouched: Opened, report: Path) -> None:
+def test_it_opens_without_errors_and_without_a_network(untouched: Opened, report: Path) -> None:
     assert untouched.complaints == []
     assert [url for url in untouched.asked if not url.startswith(("data:", "blob:"))] == [report.as_uri()]
 
@@ -233,7 +233,7 @@ TWELVE = (
 )
 
 
-def test_twelve_methods_on_a_phone_and_on_a_desk(tmp_path: Path, browser: Any) -> None:
+def test_twelve_methods_fit_a_phone_and_a_desktop(tmp_path: Path, browser: Any) -> None:
     for method in TWELVE:
         run = Growing(tmp_path / "runs" / method, rounds=2, algorithm=method)
         run.grow()

@@ -171,7 +171,7 @@ def test_narrowing_says_what_is_wrong(given: dict[str, Any], message: str) -> No
         grid.narrow(grid.load("table-accuracy"), **given)
 
 
-def test_a_specification_that_is_none(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_specification_is_refused(tmp_path: Path) -> None:
     for text, message in (
         ("title = ", "is not TOML"),
         ("title = 'x'\nkind = 'table'", "rows"),
@@ -209,7 +209,7 @@ def test_a_cell_is_named_by_what_it_depends_on() -> None:
     assert len({results.key(c) for c in [config, *others]}) == 6
 
 
-def test_a_result_of_other_settings_is_not_believed(tmp_path: Path, mini: Path) -> None:
+def test_a_result_of_other_settings_is_not_used(tmp_path: Path, mini: Path) -> None:
     spec, store = small(mini), Store(tmp_path / "results")
     put(store, spec, 0, "fedavg", 0.9)
     config = spec.config(spec.rows[0], "fedavg", 0.2, 0)
@@ -376,7 +376,7 @@ class After(Stop):
         super().round_done(row)
 
 
-def test_a_stopped_grid_goes_on_where_it_was(tmp_path: Path, mini: Path) -> None:
+def test_a_stopped_grid_continues_where_it_was(tmp_path: Path, mini: Path) -> None:
     spec, store, whole = small(mini), Store(tmp_path / "results"), Store(tmp_path / "whole")
     seen = run_all(spec, store, After(5))  # one cell of 3 rounds, and 2 rounds of the next
     assert [o.status for o in seen] == ["done", "stopped"]
@@ -426,7 +426,7 @@ class Frail:
     def shutdown(self) -> None: ...
 
 
-def test_a_pool_that_breaks_between_two_cells_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_that_breaks_between_two_cells_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "ProcessPoolExecutor", Frail)
     todo = list(grid.cells(grid.narrow(grid.load("quick"), seeds=2)))[:4]
     seen = list(running.at_once(todo, Store(tmp_path), running.Stop(), jobs=2))

@@ -89,7 +89,7 @@ def test_what_does_not_fit_the_run_is_refused(run: fedagg.Result) -> None:
         run.evaluate(x, np.array([0, 1, 10]))
 
 
-def test_a_network_of_ones_own_is_given_again(tmp_path: Path) -> None:
+def test_your_own_network_is_given_again(tmp_path: Path) -> None:
     def doubled(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return 2 * nn.functional.cross_entropy(output, y, reduction="none")
 
@@ -116,7 +116,7 @@ def test_folders_that_cannot_be_loaded(run: fedagg.Result, tmp_path: Path) -> No
     assert run.run is not None
     for name in ("config.toml", "environment.json"):
         shutil.copy(run.run / name, tmp_path / name)
-    with pytest.raises(FedaggError, match="is missing or damaged, and the run standardised its samples"):
+    with pytest.raises(FedaggError, match="is missing or damaged, but is needed because the run standardised its samples"):
         fedagg.load(tmp_path)
     (tmp_path / "config.toml").write_text(fedagg.Config(**SMALL).toml(), encoding="utf-8")
     with pytest.raises(SettingError, match=r"has no model\.safetensors"):
@@ -177,7 +177,7 @@ def test_a_picture_of_the_curves(run: fedagg.Result, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["torchscript", "safetensors"])
-def test_an_exported_file_puts_out_what_the_network_does(
+def test_an_exported_file_has_the_networks_outputs(
     to: str, run: fedagg.Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "out" / "model.bin"
@@ -216,7 +216,7 @@ def test_onnx_runs_without_torch(run: fedagg.Result, tmp_path: Path) -> None:
 
 
 class Wavering(nn.Module):
-    """Puts out another number every time, as a file of it will not."""
+    """Outputs another number every time, which an exported file will not do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class Wavering(nn.Module):
         return self.line(x) + self.calls  # type: ignore[no-any-return]
 
 
-def test_a_file_that_puts_out_something_else_is_not_written(tmp_path: Path) -> None:
+def test_a_file_with_other_outputs_is_not_kept(tmp_path: Path) -> None:
     made = tiny.job(rounds=1)
     made.model = Wavering()
     with pytest.raises(FedaggError, match="returns other numbers than the network"):
@@ -273,7 +273,7 @@ def test_the_folder_of_a_federation_is_exported(tmp_path: Path, monkeypatch: pyt
 # Going on.
 
 
-def test_a_run_goes_on_with_the_settings_of_its_folder(tmp_path: Path) -> None:
+def test_a_run_continues_with_the_settings_of_its_folder(tmp_path: Path) -> None:
     whole = fedagg.run(**{**SMALL, "rounds": 3, "seed": 4, "batch_size": 16}, out=tmp_path / "whole")
     fedagg.run(**{**SMALL, "seed": 4, "batch_size": 16}, out=tmp_path / "run")
     again = fedagg.run(resume=tmp_path / "run", rounds=3)
@@ -403,7 +403,7 @@ def test_rules_that_cannot_work(settings: dict[str, Any], words: str, tmp_path: 
     assert not (tmp_path / "run").exists()
 
 
-def test_rules_of_ones_own_that_cannot_work() -> None:
+def test_custom_rules_that_cannot_work() -> None:
     for wrong in (0, True, 1.5):
         with pytest.raises(SettingError, match="patience"):
             fedagg.Patience(wrong)  # type: ignore[arg-type]

@@ -312,7 +312,7 @@ def test_defaults_are_the_papers() -> None:
 
 
 @pytest.mark.parametrize("name", ["fedavgm", "ghbm", "mofedsam", "fedspeed"])
-def test_a_run_that_was_interrupted_goes_on_the_same(name: str, tmp_path: Path) -> None:
+def test_a_run_that_was_interrupted_continues_the_same(name: str, tmp_path: Path) -> None:
     tiny.job(algorithm=name, rounds=5, out=tmp_path / "whole")
     tiny.job(algorithm=name, rounds=3, out=tmp_path / "part")
     tiny.job(algorithm=name, rounds=5, resume=tmp_path / "part")

@@ -43,7 +43,7 @@ def test_rules_against_numpy(count: int) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_where_all_agree_every_rule_gives_what_they_agree_on(rule: str) -> None:
+def test_if_all_agree_every_rule_gives_their_update(rule: str) -> None:
     """Whatever their sizes: a client's weight must not stretch its update."""
     rows, weights = np.tile(RNG.normal(size=(1, 5)), (9, 1)), np.array([[1, 1, 1, 1, 1, 2, 5, 50, 300.0]])
     np.testing.assert_allclose(combined(rule, rows, weights)[0] / weights.sum(), rows[0])
@@ -62,7 +62,7 @@ class Alone:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("first", [[], [3], [0, 2, 5], [0, 1, 2, 3, 4, 5]])
-def test_processes_combine_what_all_have_had(rule: str, first: list[int]) -> None:
+def test_processes_combine_the_updates_of_all(rule: str, first: list[int]) -> None:
     """As one process that has had all clients; one of them may have had none. The client at place 4 is left out."""
     rows, weights = torch.tensor(RNG.normal(size=(6, 5))), torch.tensor(RNG.uniform(0.5, 3, size=(2, 6)))
     valid, empty = [True, True, True, True, False, True], torch.zeros(2, 5, dtype=torch.float64)
@@ -160,7 +160,7 @@ def test_held_rows_are_copies() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["fedavg", "fedagg"])
 def test_a_fifth_of_the_clients_hostile(algorithm: str) -> None:
-    """They send their update reversed and five times over: the mean is turned round, every robust rule holds."""
+    """They send their update reversed and five times over: the mean is reversed, and every robust rule holds."""
 
     def accuracy(robust: str) -> float:
         attack = {"flip_rate": 0.2, "flip_scale": 5.0, "robust": robust, "trim": 0.3}

@@ -62,7 +62,7 @@ def test_the_papers_rehearsal_has_the_rates_of_the_rounds() -> None:
     assert seen == pytest.approx([0.1, 0.05, 0.025])
 
 
-def test_a_resumed_run_goes_on_at_the_rate_of_its_round(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_at_the_rate_of_its_round(tmp_path: Path) -> None:
     class Stop:
         def round_done(self, row: dict[str, Any]) -> bool:
             return row["round"] == 2

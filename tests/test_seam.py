@@ -1,4 +1,4 @@
-"""Methods of one's own: the worked examples of the documentation, on every engine, against plain loops that share no code."""
+"""Your own methods: the worked examples of the documentation, on every engine, against plain loops that share no code."""
 
 from __future__ import annotations
 
@@ -320,7 +320,7 @@ def test_the_trial_of_an_own_step_uses_exact_products() -> None:
 
 
 @pytest.mark.parametrize("option", [{"momentum": 0.9}, {"client_optimizer": "adam"}])
-def test_options_that_an_own_step_would_not_heed_are_refused(option: dict[str, Any]) -> None:
+def test_options_that_a_custom_step_would_ignore_are_refused(option: dict[str, Any]) -> None:
     with pytest.raises(SettingError, match="takes its own local steps"):
         run(dense(), vectors(), "my-delta-sgd", **option)
 
@@ -331,7 +331,7 @@ def test_a_loss_must_give_a_number_a_sample() -> None:
             return learner.criterion(learner.output(x), y).mean()  # type: ignore[no-any-return]
 
     fedagg.register("own")(Meaned)
-    with pytest.raises(SettingError, match=r"loss = .*Meaned.loss.*one number per sample, and gave shape \(\)"):
+    with pytest.raises(SettingError, match=r"loss = .*Meaned.loss.*one number per sample, but gave shape \(\)"):
         run(dense(), vectors(), "own", engine="sequential")
 
 
@@ -500,7 +500,7 @@ def test_numbers_in_the_state_come_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["state", "model"])
-def test_what_a_method_changes_in_place_is_found(what: str) -> None:
+def test_changes_in_place_are_found(what: str) -> None:
     class Careless(Counting):
         def update(self, model: Any, out: Any, clients: Any) -> Any:
             (self.state["m"] if what == "state" else model.w).add_(out.mean)
@@ -550,7 +550,7 @@ def test_a_callback_stops_the_run_and_need_not_have_every_method(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_run_leaves_no_switch_behind() -> None:
+def test_a_run_restores_torchs_switches() -> None:
     """Whatever the user has set, which may be visible in one of torch's ways to ask, and an error in another."""
     code = """
 import torch, tiny

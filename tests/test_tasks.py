@@ -93,7 +93,7 @@ def test_token_loss_accuracy_and_perplexity_by_hand() -> None:
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(0, 4))
 def test_padding_changes_neither_loss_nor_metric(seed: int, length: int, more: int) -> None:
-    """Whatever a network says of padding, and however much of it there is."""
+    """Whatever a network outputs for padding, and however much padding there is."""
     g = torch.Generator().manual_seed(seed)
     output, y = torch.randn(4, length, 3, generator=g), torch.randint(0, 3, (4, length), generator=g)
     wide = torch.cat([output, 100 * torch.randn(4, more, 3, generator=g)], 1)
@@ -105,7 +105,7 @@ def test_padding_changes_neither_loss_nor_metric(seed: int, length: int, more: i
 
 @pytest.mark.parametrize("kind", ["regression", "multilabel", "tokens"])
 def test_a_score_is_that_of_added_sums(kind: str) -> None:
-    """Nodes tell sums; their score is that of all their samples together."""
+    """Nodes send sums; their score is that of all their samples together."""
     data, task = dataset(kind), tasks.TASKS[kind]
     with torch.no_grad():
         output = network(kind)(data.x_train)
@@ -164,7 +164,7 @@ def test_targets_that_are_unclear_or_wrong(y: Any, given: dict[str, Any], words:
     assert "\n" not in str(caught.value)
 
 
-def test_whole_numbers_are_quantities_where_somebody_says_so() -> None:
+def test_whole_numbers_are_quantities_if_the_task_says_so() -> None:
     data = Dataset(X[:CUT], TEXT[:CUT, 0], X[CUT:], TEXT[CUT:, 0])
     result = fedagg.run(data=data, model="linear", task="regression", clients=3, rounds=1)
     assert result.metric.key == "r2"
@@ -245,7 +245,7 @@ def test_rows_of_different_scales_are_learnt_once_each_is_standardised() -> None
     assert fedagg.run(**shared, normalize=True).accuracy > 0.9
 
 
-def test_loss_and_metric_are_functions_of_ones_own() -> None:
+def test_loss_and_metric_may_be_your_own_functions() -> None:
     def within_a_half(output: Tensor, y: Tensor) -> Tensor:
         return ((output - y).abs() < 0.5).double().mean(1)
 
@@ -274,7 +274,7 @@ def test_loss_and_metric_are_functions_of_ones_own() -> None:
     [
         (
             {"partition": "shards"},
-            "deals samples by class labels, and the task is regression; choose one of iid, quantity, feature",
+            "deals samples by class labels, but the task is regression; choose one of iid, quantity, feature",
         ),
         ({"algorithm": "fedgh", "model": "custom"}, "uses class labels"),
         ({"algorithm": "fedbabu", "model": "custom"}, "client_test = 0.0: fedbabu needs class labels"),

@@ -195,14 +195,14 @@ def test_group_normalisation_agrees(kind: str) -> None:
         nn.Embedding(VOCABULARY, 4, scale_grad_by_freq=True),
     ],
 )
-def test_embeddings_with_a_will_of_their_own_are_not_written_out(layer: nn.Module) -> None:
+def test_embeddings_with_special_options_are_not_written_out(layer: nn.Module) -> None:
     assert traced(nn.Sequential(nn.Embedding(VOCABULARY, 4), models.text.Last(), nn.Linear(4, 3)), 1)
     assert not traced(nn.Sequential(layer, models.text.Last(), nn.Linear(4, 3)), 1)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_named_text_model_learns(name: str, tiny: None) -> None:
-    """The next character is the last one again: a model that reads finds out."""
+    """The next character is the last one again: a model that reads the text learns this."""
     x = tokens(140)
     data = Dataset(x[:100], x[:100, -1], x[100:], x[100:, -1], classes=VOCABULARY)
     result = fedagg.run(

@@ -107,7 +107,7 @@ class GoesAway(FakeWandB):
             raise ConnectionError("the server is gone.\nMore is said of it.")
 
 
-def test_a_store_that_goes_away_does_not_take_the_run_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_becomes_unreachable_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = GoesAway()
     monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
     with pytest.warns(FedaggWarning, match="track = 'wandb': the server is gone; the run continues without it") as told:
@@ -187,7 +187,7 @@ def test_mlflow_that_cannot_start_is_one_line_at_once(
     assert "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ
 
 
-def test_a_missing_library_is_one_line_with_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_one_line_with_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(FedaggError, match=r"pip install 'fedagg\[wandb\]'"):
         trackers.make("wandb", tmp_path)

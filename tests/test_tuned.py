@@ -1,4 +1,4 @@
-"""The tuned table: choosing on data held back, reporting on the test set, stopping and going on."""
+"""The tuned table: choosing on data held back, reporting on the test set, stopping and resuming."""
 
 from __future__ import annotations
 

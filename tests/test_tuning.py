@@ -1,4 +1,4 @@
-"""Tuning: a grid is tried on data held back, ranked, and gone on with; what cannot work is refused before anything runs."""
+"""Tuning: a grid is tried on data held back, ranked, and resumed; what cannot work is refused before anything runs."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_the_test_set_is_never_scored() -> None:
     assert one.best.scores == other.best.scores
 
 
-def test_the_command_goes_on_and_says_what_is_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_continues_and_says_what_is_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "tuned"
     command = ["tune", "fedavg", *FLAGS, "--seeds", "5,6", "--json", "--out", str(folder)]
     assert call(*command, "--grid", "lr=0.001,0.1") == 0
@@ -205,7 +205,7 @@ def test_the_command_goes_on_and_says_what_is_best(tmp_path: Path, capsys: pytes
     assert all(old in trials for old in told["trials"])
 
 
-def test_stopped_the_command_says_how_to_go_on(
+def test_the_stopped_command_says_how_to_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from fedagg.reproduce import running
@@ -317,7 +317,7 @@ def test_what_cannot_be_swept_is_refused(grid: Any, words: str) -> None:
     assert str(error.value).startswith(words)
 
 
-def test_the_sweep_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_sweep_command_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["sweep", "fedavg", *FLAGS, "--json", "--out", str(tmp_path / "s"), "--grid", "batch-size=8,100"]
     assert call(*command, "--grid", "partition=iid") == 0
     first = capsys.readouterr()
@@ -352,7 +352,7 @@ def test_optuna_looks_between_the_ends(tmp_path: Path) -> None:
     assert first[0].plot(tmp_path / "a.png").stat().st_size > 1000
 
 
-def test_what_trials_cannot_be_together_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_exclude_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     for more, words in (({"random": 3}, "trials = 5: and random"), ({"halving": True}, "trials = 5: and halving")):
         with pytest.raises(SettingError, match=words):
             Plan.make("fedavg", {"lr": [0.1, 1.0]}, SMALL, trials=5, **more)  # type: ignore[arg-type]

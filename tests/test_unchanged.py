@@ -1,6 +1,6 @@
-"""Small runs of every method on every engine come to the numbers that are kept in `unchanged.json`.
+"""Small runs of every method on every engine give the numbers stored in `unchanged.json`.
 
-Where results are meant to change, the numbers are written anew with
+Where results are meant to change, the numbers are written again with
 
     python tests/test_unchanged.py
 
@@ -128,7 +128,7 @@ def checksum(result: Result) -> dict[str, str]:
 
 @pytest.mark.filterwarnings("ignore:no client was valid", "ignore:left out")
 @pytest.mark.parametrize("case", TESTED)
-def test_a_run_is_what_it_was(case: str) -> None:
+def test_results_are_unchanged(case: str) -> None:
     assert numbers(trained(case)) == pytest.approx(json.loads(STORED.read_text(encoding="utf-8"))[case], rel=WITHIN, abs=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""`fedagg watch`: what it reads of a run that grows, what it says of it, and to whom."""
+"""`fedagg watch`: what it reads of a run that grows, what it shows, and to whom."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_what_is_said_of_a_run(run: Growing) -> None:
     assert [state.duration(s) for s in (0.2, 31, 100, 5000, 7200, 40_000)] == ["1 s", "30 s", "2 min", "83 min", "2.0 h", "11 h"]
 
 
-def test_looking_does_not_keep_a_run_out(tmp_path: Path) -> None:
+def test_watching_does_not_block_a_run(tmp_path: Path) -> None:
     assert files.is_claimed(tmp_path) is False
     held = files.Claim(tmp_path, "out")
     assert files.is_claimed(tmp_path) is True
@@ -119,7 +119,7 @@ def test_the_page_and_what_has_changed(server: Server, run: Growing) -> None:
     assert all(part is not None for parts in everything.values() for part in parts)
 
 
-def test_a_damaged_file_is_told_and_the_page_stays(server: Server, run: Growing) -> None:
+def test_a_damaged_file_is_reported_and_the_page_stays(server: Server, run: Growing) -> None:
     with open(run.folder / "metrics.jsonl", "a") as file:
         file.write("nonsense\n")
     news = json.loads(ask(server, "/data")[2])
@@ -127,7 +127,7 @@ def test_a_damaged_file_is_told_and_the_page_stays(server: Server, run: Growing)
     assert news["changes"]["groups"][0]["series"][0]["accuracy"] == [50.0]
 
 
-def test_it_speaks_to_this_machine_alone(server: Server, run: Growing) -> None:
+def test_it_answers_only_this_machine(server: Server, run: Growing) -> None:
     port = server.server_address[1]
     assert server.server_address[0] == "127.0.0.1"
     for name in ("localhost", f"localhost:{port}", "127.0.0.1:1"):  # a tunnel may end at another port

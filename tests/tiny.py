@@ -71,7 +71,7 @@ def rows(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 
 def same_run(one: Path, other: Path) -> bool:
-    """Did two runs come to the same end, to the byte, by the same way?"""
+    """Did two runs end with the same bytes, and with the same record?"""
     model = "model.safetensors"
     return (
         (one / model).read_bytes() == (other / model).read_bytes()

@@ -47,7 +47,7 @@ class Soak:
     def __init__(self, folder: Path, nodes: int, rounds: int, timeout: float) -> None:
         self.folder, self.nodes, self.rounds, self.timeout = folder, nodes, rounds, timeout
         self.tag = f"{os.getpid()}-{time.monotonic_ns()}"
-        self.port, self.door, *self.ports = free_ports(nodes + 2)
+        self.port, self.proxy_port, *self.ports = free_ports(nodes + 2)
         self.started: dict[str, subprocess.Popen[bytes]] = {}
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "OMP_NUM_THREADS": "1"}
@@ -57,13 +57,13 @@ class Soak:
 
     def commands(self) -> dict[str, list[str]]:
         settings = f"clients={self.nodes} rounds={self.rounds} timeout={self.timeout:f} out='{self.folder}/runs'"
-        door = f"127.0.0.1:{self.door}"
+        proxy = f"127.0.0.1:{self.proxy_port}"
         run = [sys.executable, "-m", "fedagg", "flower", "run", ".", "--restarts", "1000", "--patience", "600"]
         return {
             "superlink": ["./superlink.sh", str(self.port)],
-            "proxy": ["./proxy.sh", "127.0.0.1", str(self.door), str(self.port)],
+            "proxy": ["./proxy.sh", "127.0.0.1", str(self.proxy_port), str(self.port)],
             "run": [*run, "--run-config", settings],
-            **{f"node-{k}": ["./supernode.sh", str(k), str(self.nodes), door, str(self.ports[k])] for k in range(self.nodes)},
+            **{f"node-{k}": ["./supernode.sh", str(k), str(self.nodes), proxy, str(self.ports[k])] for k in range(self.nodes)},
         }
 
     def start(self, name: str) -> None:
@@ -86,11 +86,11 @@ class Soak:
         """Processes of a part, with their children: they carry its mark in their environment, even detached. nginx writes its title
         over its own; it is known as what was started, and its workers as children of it."""
         wanted, found = f"{MARK}={self.tag}/{name}".encode(), []
-        doors = {process.pid for part, process in self.started.items() if part == "proxy" and "proxy/".startswith(name)}
+        proxies = {process.pid for part, process in self.started.items() if part == "proxy" and "proxy/".startswith(name)}
         for entry in (entry for entry in Path("/proc").iterdir() if entry.name.isdigit()):
             try:
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                ours = {int(entry.name), parent} & doors or wanted in (entry / "environ").read_bytes()
+                ours = {int(entry.name), parent} & proxies or wanted in (entry / "environ").read_bytes()
                 if ours and program.encode() in (entry / "cmdline").read_bytes():
                     found.append(int(entry.name))
             except OSError:
@@ -116,7 +116,7 @@ class Soak:
     def tend(self) -> int:
         """Start again what has ended, but for the run. How many parts were there?
 
-        A SuperNode that comes back before the SuperLink has missed its heartbeat is turned away, and ends by itself.
+        A SuperNode that comes back before the SuperLink has missed its heartbeat is refused, and ends by itself.
         """
         over = [name for name, process in self.started.items() if name != "run" and process.poll() is not None]
         for name in over:

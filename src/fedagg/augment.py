@@ -1,4 +1,4 @@
-"""Data augmentation: images are shifted by up to four pixels and perhaps mirrored, anew each time a client trains on them.
+"""Data augmentation: images are shifted by up to four pixels and perhaps mirrored, in a new way each time a client trains on them.
 
 Each sample's change is one number, drawn from the client's seed together with its batch order. So every engine makes the same
 image, wherever the client runs.

@@ -202,7 +202,7 @@ def check_images(augment: str, data: Dataset) -> None:
     if len(data.shape) != 3:
         raise SettingError("augment", augment, f"needs images; samples of {data.name} have the shape {data.shape}")
     if data.shape[2] <= 4 < data.shape[0]:
-        words = f"images are (channels, height, width), and these are {data.shape}; give x.transpose(0, 3, 1, 2)"
+        words = f"images are (channels, height, width), but these are {data.shape}; give x.transpose(0, 3, 1, 2)"
         raise SettingError("augment", augment, words)
 
 
@@ -214,14 +214,14 @@ def check_task(config: Config, algorithm: Algorithm, task: Task) -> None:
     asked = [f"--{name.replace('_', '-')}" for name in ("per_client", "personal") if getattr(config, name)]
     asked += [config.method] if type(algorithm).personalised is not Algorithm.personalised else []
     if asked and not config.client_test:
-        words = f"{asked[0]} needs class labels, and {task.name} has none; give a share, such as 0.2"
+        words = f"{asked[0]} needs class labels, but {task.name} has none; give a share, such as 0.2"
         raise SettingError("client_test", config.client_test, words)
 
 
 def check_method(config: Config, algorithm: Algorithm, task: Task) -> None:
     """Refuse a method that cannot learn this task."""
     if algorithm.labels and task.name != CLASSIFICATION.name:
-        raise SettingError("algorithm", config.method, f"uses class labels, and the task is {task.name}; choose another method")
+        raise SettingError("algorithm", config.method, f"uses class labels, but the task is {task.name}; choose another method")
 
 
 def try_out(
@@ -240,7 +240,7 @@ def try_out(
         raise wrong("has no trainable parameters")
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
-            raise wrong(f"{name} is {str(parameter.dtype)[6:]}, and weights are trained in float32; give model.float()")
+            raise wrong(f"{name} is {str(parameter.dtype)[6:]}, but weights are trained in float32; give model.float()")
     x, y = data.x_train[:2].to(device, copy=True), data.y_train[:2].to(device, copy=True)
     probe = copy_module(module).to(device).train()
     with seeding.seeded_global(0, device):
@@ -269,7 +269,7 @@ def try_out(
             taken = False
         for client, part in enumerate(parts if not taken else ()):
             if len(part) == 1:
-                words = f"gives client {client} one sample, and the model does not take it alone; let it have more"
+                words = f"gives client {client} one sample, but the model does not take a single sample; give the client more"
                 raise SettingError("partition", config.partition, words)
             if len(part) % config.batch_size == 1 or config.batch_size == 1:
                 words = f"leaves client {client} with a batch of one, which the model does not take; choose another size"
@@ -330,7 +330,7 @@ def check_loss(loss: Loss, output: Tensor, y: Tensor) -> None:
         words = f"does not take the model's output: {first_line(error)}"
         raise SettingError("loss", name_of(loss), words) from None
     if shape != (len(y),):
-        words = f"must give one number per sample, and gave shape {shape} for {len(y)} (in torch: reduction='none')"
+        words = f"must give one number per sample, but gave shape {shape} for {len(y)} (in torch: reduction='none')"
         raise SettingError("loss", name_of(loss), words)
     if not losses.requires_grad:
         raise SettingError("loss", name_of(loss), "has no gradient: neither the loss nor the model may detach its result")

@@ -136,7 +136,7 @@ class Config(Settings):
         if self.warmup >= self.rounds:
             raise SettingError("warmup", self.warmup, f"must be below rounds, {self.rounds}")
         if (last := self.rate(self.rounds - 1)) < min(schedule.LEAST, self.lr):
-            raise SettingError("lr_decay", self.lr_decay, f"leaves a rate of {last:.3g} for the last round; choose it nearer to 1")
+            raise SettingError("lr_decay", self.lr_decay, f"leaves a rate of {last:.3g} for the last round; choose one nearer to 1")
 
     def rate(self, t: int) -> float:
         """The base rate of round t. After the last round, when models are fitted to clients, it is the rate that was set."""

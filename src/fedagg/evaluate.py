@@ -63,7 +63,7 @@ class Evaluator:
                 found.append(metric.tally(output, y).double().T)
             wrote |= before != [part._version for part in given]
         if wrote and not self.careful:
-            raise FedaggError("model: it wrote to the test samples, and did not when it first saw them; give it x.clone()")
+            raise FedaggError("model: it wrote to the test samples, but did not when it first saw them; give it x.clone()")
         self.careful = wrote
         return torch.cat(losses), [torch.cat(found, 1) for found in tallies]
 

@@ -505,10 +505,10 @@ def deal(config: Config, data: Dataset) -> Sequence[Any]:
         return partition.by_user(data.users, config.clients)
     if config.partition == "feature" and not isinstance(data.x_train, Tensor):
         raise SettingError(
-            "partition", "feature", "sorts all samples, and these stay on the disk; choose another, or raise data_memory"
+            "partition", "feature", "sorts all samples, but these stay on the disk; choose another, or raise data_memory"
         )
     if data.task != "classification" and config.partition in partition.BY_LABEL:
-        words = f"deals samples by class labels, and the task is {data.task}; choose one of {', '.join(partition.FOR_ALL)}"
+        words = f"deals samples by class labels, but the task is {data.task}; choose one of {', '.join(partition.FOR_ALL)}"
         raise SettingError("partition", config.partition, words)
     return partition.partition(
         config.partition,

@@ -13,7 +13,7 @@ FORMAT = 1  # also the format of folders and checkpoints without a number
 
 def check(found: object, path: Path) -> None:
     if not isinstance(found, int) or found > FORMAT:
-        raise FedaggError(f"{path}: has format {found}, and this version of fedagg reads up to {FORMAT}; install a newer fedagg")
+        raise FedaggError(f"{path}: has format {found}, but this version of fedagg reads up to {FORMAT}; install a newer fedagg")
 
 
 def check_run(folder: Path) -> None:

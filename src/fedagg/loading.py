@@ -85,7 +85,8 @@ def scale_of(run: Run) -> dict[str, Tensor]:
         found = load_file(path)
         return {name: found[name] for name in ("mean", "std")}
     except (SafetensorError, OSError, KeyError):
-        raise FedaggError(f"{path}: is missing or damaged, and the run standardised its samples; make the run again") from None
+        words = "is missing or damaged, but is needed because the run standardised its samples; make the run again"
+        raise FedaggError(f"{path}: {words}") from None
 
 
 def rebuild_network(config: Config, inputs: Inputs | None, folder: Path) -> nn.Module:

@@ -65,7 +65,7 @@ def partition(
         return quantity(labels, clients, deviation, seed)
     if name == "feature":
         if x is None:
-            raise SettingError("partition", name, "sorts samples by a feature, and there are only labels; choose another")
+            raise SettingError("partition", name, "sorts samples by a feature, but there are only labels; choose another")
         return feature(x, clients, column, seed)
     if name == "user":
         raise SettingError("partition", name, "deals samples by their users, not by labels; see by_user")

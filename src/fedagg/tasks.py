@@ -88,7 +88,7 @@ def averaged(function: Callable[[Tensor, Tensor], Tensor]) -> Metric:
         scores = function(output, y)
         if not isinstance(scores, Tensor) or scores.shape != (len(y),):
             form = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-            raise SettingError("metric", name, f"must give one number per sample, and gave {form} for {len(y)}")
+            raise SettingError("metric", name, f"must give one number per sample, but gave {form} for {len(y)}")
         return with_count(scores)
 
     return Metric(key, key.replace("_", " "), percent=False, tally=tally, score=mean, possible=possible_mean)

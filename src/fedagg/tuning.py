@@ -446,7 +446,8 @@ class PythonObjects:
                 return attempt(partial(run_cells, store=store, jobs=jobs), partial(score, store))
         for setting, value, usual in (("jobs", jobs, 1), ("out", out, None)):
             if value != usual:
-                raise SettingError(setting, value, f"{', '.join(self.mine)} from Python cannot be handed to it; leave it out")
+                words = f"cannot be used with {', '.join(self.mine)} from Python; leave it out"
+                raise SettingError(setting, value, words)
         known: dict[Config, Scored] = {}
 
         def run(cells: list[Cell]) -> bool:
@@ -499,7 +500,7 @@ def axes_of(grid: Mapping[str, Iterable[Any]], given: Mapping[str, Any], no_axes
         if not axes[name]:
             raise SettingError("grid", f"{name}=", f"has no values; give some, as in {name}=0.01,0.1")
         if name in NO_EFFECT:
-            raise SettingError("grid", name, "says where or how fast a run goes, and the result stays the same; leave it out")
+            raise SettingError("grid", name, "says where or how fast a run goes, but does not change its result; leave it out")
         if name in no_axes:
             instead = {"seed": "give --seeds", "validation": "give --validation", "algorithm": "use `fedagg compare`"}
             words = "cannot be on this grid"

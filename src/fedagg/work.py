@@ -77,7 +77,7 @@ class Learner(Client):
         """The loss of every sample, (B,), with its shape checked."""
         losses = loss(self, x, y)
         if losses.shape != (len(x),):
-            words = f"must give one number per sample, and gave shape {tuple(losses.shape)} for {len(x)}"
+            words = f"must give one number per sample, but gave shape {tuple(losses.shape)} for {len(x)}"
             raise SettingError("loss", getattr(loss, "__qualname__", type(loss).__qualname__), words)
         return losses
 

@@ -91,10 +91,10 @@ class FedAgg(Algorithm):
         return max(LEAST_OWN, math.sqrt(self.state["agreement"]))
 
     def search(self, clients: Clients) -> bool:
-        """Find the own rate by trial, and say whether to train: all participants train at one rate after another, and the results
-        are discarded. A single client may have samples of one class, which it learns at any rate. So if few take part, those of the
-        next rounds try rates too, and the lowest is used; a run of few rounds does not wait. If clients do not report their losses,
-        the base rate is used, and gradients are not limited."""
+        """Find the own rate by trial, and say whether to train: all participants train at one rate after another, and the
+        results are discarded. A single client may have samples of only one class, which it learns at any rate. So if few take
+        part, those of the next rounds try rates too, and the lowest is used; a run of few rounds does not wait. If clients do
+        not report their losses, the base rate is used, and gradients are not limited."""
         before = self.state["rate"] if self.state["tried"] else math.inf
         self.state["rate"] = self.state["rate"] or self.lr
         if self.pace == "base" or not clients.reports_numbers:
@@ -238,7 +238,7 @@ class FedAgg(Algorithm):
     def decayed(self, model: Model, out: Outcome) -> Model:
         """Weight decay without a unit: weights are pulled to zero by a share of the distance that the clients' gradients covered,
         each counted alone. Steps of constant length in changing directions make weights grow, and the larger these are, the less a
-        step changes. If layers are normalised, only that matters about their length, and the pull is stronger."""
+        step changes. If layers are normalised, this is the only effect of their length, and the pull is stronger."""
         norm = out.norm.nan_to_num(0.0).clamp(0.0, self.limit())  # as reported by the client, so not trusted
         pull = self.decay * float((out.travel * norm).mean())
         length = float(torch.linalg.vector_norm(model.w))

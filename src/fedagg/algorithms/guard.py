@@ -1,7 +1,7 @@
 """FedAgg's guard: a rate that a run finds for itself is sometimes too high. That must cost a round, not the run.
 
 It uses losses that clients report anyway. The loss of a client's first mini-batch is measured at the global model, before any step,
-and also at the last global model, so that the two can be compared on the same samples. A rise counts by what the loss was at the
+and also at the last global model, so that the two can be compared on the same samples. A rise is compared with the loss at the
 start: losses near zero often double, which means little.
 """
 

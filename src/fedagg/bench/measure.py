@@ -158,7 +158,7 @@ def machine(task: Task) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The processor's name, if the system tells it."""
+    """The processor's name, if the system gives it."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

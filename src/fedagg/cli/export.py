@@ -39,7 +39,7 @@ def export(
     written = fedagg.load(run, model=build_network(model) if model is not None else None).export(to, path, shape=form)
     out.print(str(written.path), soft_wrap=True, highlight=False)
     if written.samples:
-        words = f"checked: it runs, and on {written.samples} random samples differs from the network by at most"
+        words = f"checked: it runs, and its outputs for {written.samples} random samples differ from the network's by at most"
         out.print(f"{words} {written.difference:.1g}", soft_wrap=True, highlight=False)
 
 

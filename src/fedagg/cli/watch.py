@@ -27,7 +27,7 @@ LOOK = 0.5  # seconds between checks whether all runs have ended
 NEXT = 10.0  # seconds to wait for another run in a folder of runs
 SHOWN = 3.0  # seconds for an open page to fetch the end
 
-PAGE = "follow it in a web page, which is saved as report.html in its folder at the end"
+PAGE = "follow the training in a web page, and save the page as report.html in the run's folder at the end"
 Watch = Annotated[bool, typer.Option("--watch", help=PAGE)]
 
 

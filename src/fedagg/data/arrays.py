@@ -49,7 +49,7 @@ def samples_of(key: str, value: Array) -> torch.Tensor:
     kind = kind_of(key, value)
     if value.ndim < 2 or 0 in value.shape:
         fix = "; give x.reshape(-1, 1) where a sample is one number" if value.ndim == 1 and len(value) else ""
-        raise SettingError(key, tuple(value.shape), f"must have the shape (samples, ...) with none of them 0{fix}")
+        raise SettingError(key, tuple(value.shape), f"must have the shape (samples, ...), and no length may be 0{fix}")
     if kind == "integers":
         return whole_of(key, value)
     x = tensor_of(value, torch.float32)
@@ -67,5 +67,5 @@ def whole_of(key: str, value: Array) -> torch.Tensor:
     """Integers as int64. Unsigned 64-bit integers may exceed int64, and would become negative."""
     made = tensor_of(value, torch.int64)
     if value.dtype in (torch.uint64, np.uint64) and bool((made < 0).any()):
-        raise SettingError(key, str(value.dtype), "holds numbers of 2**63 and more; number tokens anew, from 0 up")
+        raise SettingError(key, str(value.dtype), "holds numbers of 2**63 and more; renumber the tokens, from 0 up")
     return made

@@ -30,6 +30,6 @@ def read_cifar(path: str | os.PathLike[str], coarse: bool) -> tuple[npt.NDArray[
         wrong = np.flatnonzero(records[:, column] >= limit)
         if wrong.size:
             label = records[wrong[0], column]
-            raise DataError(f"{path}: record {wrong[0]} has the label {label}, and labels end at {limit - 1}")
+            raise DataError(f"{path}: record {wrong[0]} has the label {label}, but labels end at {limit - 1}")
     images = np.ascontiguousarray(records[:, len(limits) :]).reshape(-1, *_SHAPE)
     return images, records[:, len(limits) - 1].astype(np.int64)

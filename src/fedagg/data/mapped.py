@@ -39,7 +39,7 @@ class Mapped:
     def __init__(self, source: np.memmap[Any, Any], allowance: int) -> None:
         kind_of("x_train", source)
         if source.ndim < 2 or 0 in source.shape:
-            raise SettingError("x_train", source.shape, "must have the shape (samples, ...) with none of them 0")
+            raise SettingError("x_train", source.shape, "must have the shape (samples, ...), and no length may be 0")
         self.source, self.allowance = source, allowance
         self.chosen: Array | None = None  # the rows in use; None for all
         self.device = torch.device("cpu")
@@ -57,7 +57,7 @@ class Mapped:
     def room(self, share: int) -> int:
         """Rows that fit into that part of the allowance; at least one must."""
         if not (rows := self.allowance // share // self.row):
-            words = f"a sample takes {self.row} bytes, and a {share}th of this must hold one; allow more"
+            words = f"a sample takes {self.row} bytes, and must fit into 1/{share} of data_memory; allow more"
             raise SettingError("data_memory", f"{self.allowance} bytes", words)
         return rows
 

@@ -74,7 +74,7 @@ def letters(paths: Sequence[Path], _: Read | None) -> Read:
     held = arrays(paths[0], {"X": ("u", 3), "y": ("u", 1)})
     x, y = held["X"][:, None], held["y"].astype(np.int64)
     if len(x) != len(y) or y.max() > 25:
-        raise DataError(f"{paths[0]}: its {len(x)} images and {len(y)} labels from 0 to {y.max()} do not fit")
+        raise DataError(f"{paths[0]}: its {len(x)} images and {len(y)} labels from 0 to {y.max()} do not match")
     order = np.random.default_rng(LETTERS_SEED).permutation(len(y))
     order = order[np.argsort(y[order], kind="stable")]
     counts = np.bincount(y)
@@ -91,7 +91,7 @@ def postures(paths: Sequence[Path], _: Read | None) -> Read:
     if signal.shape != (len(label), 6) or not len(subject) == len(recording) == len(label):
         raise DataError(f"{paths[0]}: its arrays do not have a row for each of the same readings, with six signals")
     if label.max() > 12:
-        raise DataError(f"{paths[0]}: activity {label.max()} is out of range, they end at 12")
+        raise DataError(f"{paths[0]}: activity {label.max()} is out of range; activities end at 12")
     edges = 1 + np.flatnonzero(np.diff(subject) | np.diff(recording) | np.diff(label))
     runs = zip([0, *edges], [*edges, len(label)], strict=True)
     starts = np.concatenate([np.arange(a, b - WINDOW + 1, STEP) for a, b in runs if label[a] > 0]).astype(np.int64)

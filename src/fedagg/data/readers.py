@@ -345,7 +345,7 @@ def from_images(folder: Path) -> tuple[Part, Part | None]:
         held = {top: [np.broadcast_to(p[..., None], (*p.shape, 3)) if p.ndim == 2 else p for p in held[top]] for top in tops}
     sizes = [picture.shape for top in tops for picture in held[top]]
     if odd := [(path, size) for (path, _), size in zip(found, sizes, strict=True) if size != sizes[0]]:
-        words = f"is {odd[0][1][1]} x {odd[0][1][0]}, and the first one {sizes[0][1]} x {sizes[0][0]}; make them one size"
+        words = f"is {odd[0][1][1]} x {odd[0][1][0]}, but the first one is {sizes[0][1]} x {sizes[0][0]}; make them one size"
         raise SettingError("dataset", str(odd[0][0]), words)
     names = tuple(sorted({path.parent.name for path, _ in found}))
     parts = []

@@ -88,7 +88,7 @@ def outputs(task: str, targets: Targets, x: torch.Tensor, classes: int | None) -
             highest += [0, int(x.max()) if alike else 0]
         classes = 1 + max(highest)
         if classes > MOST_CLASSES:
-            fix = f"would make {classes} classes; number labels anew (np.unique(y, return_inverse=True)), or give classes"
+            fix = f"would make {classes} classes; renumber the labels (np.unique(y, return_inverse=True)), or give classes"
             raise SettingError("labels", classes - 1, fix)
     for key, y in targets.items():
         check_range(key, y, int(classes), task)

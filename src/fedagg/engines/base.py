@@ -168,7 +168,7 @@ def class_means(space: Workspace, problem: Problem, head: str, samples: Tensor, 
     hook.remove()
     features = torch.cat(seen)
     if features.dim() != 2:
-        words = f"is given {tuple(features.shape[1:])} for a sample and not a row of numbers: name a layer behind the flattening"
+        words = f"is given {tuple(features.shape[1:])} for a sample, not a row of numbers: name a layer after the flattening"
         raise SettingError("head", head, words)
     sums, counts = (part.to(features.dtype) for part in class_sums(features, problem.y[samples], problem.classes))
     return sums / counts.clamp_min(1)[:, None], counts

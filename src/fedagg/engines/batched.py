@@ -421,9 +421,9 @@ class Batched:
                 self.stages.clear()
                 torch.cuda.empty_cache()
                 self.chunk = half = -(-len(group) // 2)
-                words = f"memory ran out with {len(group)} clients at once, going on with {half}"
+                words = f"memory ran out with {len(group)} clients at once, continuing with {half}"
                 self.note += f"; {words}"
-                warnings.warn(f"{words}, which rounds otherwise: --chunk {half} makes it the same every time", FedaggWarning, 2)
+                warnings.warn(f"{words}, which rounds differently; --chunk {half} makes it the same every time", FedaggWarning, 2)
                 waiting = [group[:half], group[half:], *waiting]
                 continue
             yield chunk

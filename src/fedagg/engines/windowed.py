@@ -44,7 +44,7 @@ class Windowed:
         for job in jobs:
             if len(job.samples) > room:
                 words = (
-                    f"client {job.client} has {len(job.samples)} samples, and {room} fit; raise data_memory, or deal fewer to each"
+                    f"client {job.client} has {len(job.samples)} samples, but {room} fit; raise data_memory, or deal fewer to each"
                 )
                 raise SettingError("data_memory", f"{self.whole.allowance} bytes", words)
             if group and count + len(job.samples) > room:

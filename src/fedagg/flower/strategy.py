@@ -311,7 +311,7 @@ class FedAggStrategy(Strategy):
         self.record_tests(turn)
         if turn.skipped:
             causes = ", ".join(f"client {k}: {v}" for k, v in sorted(turn.clients.left_out.items()))
-            log(WARNING, "round %s leaves the model as it was: under %s usable answers (%s)", turn.t + 1, self.quorum, causes)
+            log(WARNING, "round %s leaves the model as it was: fewer than %s usable answers (%s)", turn.t + 1, self.quorum, causes)
             self.check_silence(turn)
             return None, None
         for client, why in sorted(turn.clients.left_out.items()):
@@ -570,7 +570,7 @@ class FedAggStrategy(Strategy):
         self.accepted = {client: (t, step) for client, t, step in saved.tensors["accepted"].tolist()}
         if self.pace is not None:
             self.pace.each = {int(client): float(each) for client, each in saved.facts.get("pace", {}).items()}
-        log(INFO, "going on after round %s", self.done)
+        log(INFO, "continuing after round %s", self.done)
 
 
 def numbers(found: dict[int, Scores]) -> int:

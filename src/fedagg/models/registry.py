@@ -136,7 +136,7 @@ def _norm_option(name: str, norm: str | None, architecture: Architecture) -> dic
 
 def _dropout_option(name: str, dropout: float | None, architecture: Architecture) -> dict[str, float]:
     if dropout is not None and not 0 <= dropout < 1:
-        raise SettingError("dropout", dropout, "a probability from 0 up to, not including, 1")
+        raise SettingError("dropout", dropout, "give a probability from 0 up to, but not including, 1")
     if architecture.dropout is not None:
         return {"dropout": architecture.dropout if dropout is None else dropout}
     if dropout:

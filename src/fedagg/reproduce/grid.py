@@ -191,7 +191,7 @@ def tuning(text: dict[str, Any]) -> Tuning:
         grids[method] = tuple(points)
     sizes = {method: len(points) for method, points in grids.items()}
     if len(set(sizes.values())) != 1:
-        raise SettingError("grids", sizes, "give every method as many points as the others, or none of them was treated fairly")
+        raise SettingError("grids", sizes, "give every method the same number of points; otherwise the comparison is not fair")
     seeds = tuple(int(seed) for seed in text.get("tuning_seeds", Tuning.seeds))
     return Tuning(grids, float(text.get("validation", Tuning.validation)), seeds)
 

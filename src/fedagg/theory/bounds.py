@@ -245,12 +245,12 @@ def relative_error(c: Constants) -> Bound:
     if reason := c.lacks("beta"):
         return Bound.none(reason)
     if c.probed and c.L > 1:
-        return Bound.none("needs φ1 from where the clients are (Eq. 9), and it comes from a probe")
+        return Bound.none("needs φ1 from where the clients are (Eq. 9), but it comes from a probe")
     if c.local > 0.0 or c.imbalance > 1e-12:
         return Bound.none("needs Eq. (9) and equal client sizes: local = 0 and imbalance = 0")
     x = c.get("beta")[0] * c.delta_h
     if x * c.L >= 2.0:
-        return Bound.none(f"needs β L δ_h < 2, and it is {x * c.L:.6g}")
+        return Bound.none(f"needs β L δ_h < 2, but it is {x * c.L:.6g}")
     return Bound.of(c.delta_h * sum((1.0 + x) ** k - 1.0 for k in range(c.L)))
 
 
@@ -390,7 +390,7 @@ def field_convergence(c: Constants, T: int, gap: float, *, most: float | None = 
     if T < 1:
         return Bound.none("is an average over rounds: needs T ≥ 1")
     if c.delta_l <= 0.0 or c.local <= 0.0:
-        return Bound.none(f"needs δ_l > 0 and λ > 0, and they are {c.delta_l:.6g} and {c.local:.6g}")
+        return Bound.none(f"needs δ_l > 0 and λ > 0, but they are {c.delta_l:.6g} and {c.local:.6g}")
     beta, P = c.get("beta", "P")
     own, most = c.local, c.local if most is None else most
     spread = c.delta_h / c.delta_l - 1.0 if spread is None else spread
@@ -501,11 +501,11 @@ def _printed_descent(c: Constants, beta: float, P: float) -> tuple[float, float]
 
 
 def _printed_condition(c: Constants, beta: float) -> str:
-    return f"needs δ_l > β L δ_h², and δ_l = {c.delta_l:.6g}, β L δ_h² = {beta * c.L * c.delta_h * c.delta_h:.6g}"
+    return f"needs δ_l > β L δ_h², but δ_l = {c.delta_l:.6g}, β L δ_h² = {beta * c.L * c.delta_h * c.delta_h:.6g}"
 
 
 def _descent_condition(c: Constants, beta: float) -> str:
-    return f"needs δ_l > 0 and β L δ_h < 2, and δ_l = {c.delta_l:.6g}, β L δ_h = {beta * c.L * c.delta_h:.6g}"
+    return f"needs δ_l > 0 and β L δ_h < 2, but δ_l = {c.delta_l:.6g}, β L δ_h = {beta * c.L * c.delta_h:.6g}"
 
 
 def _inconsistent(c: Constants, name: str) -> str:

@@ -122,7 +122,7 @@ def analyse(
     data = (data or federation.chosen_data(config)).of_task(config.task).held_back(config.validation, config.seed)
     if data.task != "classification":
         raise SettingError(
-            "run", str(folder), f"its task is {data.task}, and the bounds are those of cross-entropy on class labels"
+            "run", str(folder), f"its task is {data.task}, but the bounds are those of cross-entropy on class labels"
         )
     seen = data.normalized() if config.normalize else data
     parts = checks.indices(parts, data) if parts is not None else federation.deal(config, data)
@@ -224,17 +224,17 @@ class Reading:
         largest = max(len(part) for part in self.objective.samples)
         if c.batch_size < largest:
             have = f"batches have {c.batch_size} of {largest} samples"
-            return f"needs full gradients, and {have}: set --batch-size {largest}"
+            return f"needs full gradients, but {have}: set --batch-size {largest}"
         if c.per_round < c.clients:
-            return f"needs all clients in every round, and {c.per_round} of {c.clients} take part: set --participation 1"
+            return f"needs all clients in every round, but {c.per_round} of {c.clients} take part: set --participation 1"
         if reason := optimiser_obstacle(c):
             return reason
         if draws(self.objective.module):
-            return "needs full gradients, and the model has dropout: set --dropout 0"
+            return "needs full gradients, but the model has dropout: set --dropout 0"
         if any(one.row["left_out"] or one.row["stragglers"] for one in self.rounds):
-            return "needs every client to do all its work, and some did not"
+            return "needs every client to do all its work, but some did not"
         if not all(self.averages(t) for t in range(rounds)):
-            return "needs a server that only averages, and this one does more"
+            return "needs a server that only averages, but this one does more"
         return ""
 
     def averages(self, t: int) -> bool:
@@ -248,13 +248,13 @@ class Reading:
         if reason := update_obstacle(one):
             return reason
         if work.mix is None or not bool(work.mix.any()):
-            return "" if work.own == 1.0 else "needs steps along gradients, and here gradients are scaled"
+            return "" if work.own == 1.0 else "needs steps along gradients, but here gradients are scaled"
         if self.config.weight_decay:
-            return "needs weight decay in every direction, and here it acts only on a client's own gradient: set --weight-decay 0"
+            return "needs weight decay in every direction, but here it acts only on a client's own gradient: set --weight-decay 0"
         straight = torch.allclose(work.mix.double().cpu(), (1.0 - work.own) * torch.eye(len(work.mix)).double())
         if not (straight and one.follows(work.field)):
-            return "needs steps along gradients of the round, and clients mix in those of earlier rounds"
-        return "" if work.own == self.rounds[0].work.work.own else "needs a constant mix of directions, and here it changes"
+            return "needs steps along gradients of the round, but clients mix in those of earlier rounds"
+        return "" if work.own == self.rounds[0].work.work.own else "needs a constant mix of directions, but here it changes"
 
     def field_obstacle(self) -> str:
         """Why clients do not mix in the mean step of the last round; empty if they do, in every round but the first."""
@@ -269,7 +269,7 @@ class Reading:
             if t > 0 and work.field is not None:
                 last, given = self.rounds[t - 1].work.step, work.field[0].double().cpu()
                 if float((given - last).norm()) > 1e-3 * float(last.norm()):
-                    return "needs the mean step of the last round as the field, and here the field is rounded or different"
+                    return "needs the mean step of the last round as the field, but here the field is rounded or different"
         return "" if not self.config.weight_decay else "needs weight decay in every direction: set --weight-decay 0"
 
     # --- Constants ---
@@ -444,12 +444,12 @@ def update_obstacle(one: Round) -> str:
     """Why a step is not a rate times (mixed) gradients; empty if it is."""
     work = one.work.work
     if work.prox or work.memory:
-        return "needs steps along gradients, and here a proximal term or a memory is added (for fedagg, set --memory off)"
-    return "needs all weights to move, and here some are frozen" if work.mask is not None else ""
+        return "needs steps along gradients, but here a proximal term or a memory is added (for fedagg, set --memory off)"
+    return "needs all weights to move, but here some are frozen" if work.mask is not None else ""
 
 
 def optimiser_obstacle(config: Config) -> str:
     """Why a client's optimiser is not gradient descent; empty if it is."""
     if config.client_optimizer == "sgd" and not config.momentum and not config.clip:
         return ""
-    return "needs plain gradient steps, and clients have Adam, momentum or clipping"
+    return "needs plain gradient steps, but clients have Adam, momentum or clipping"

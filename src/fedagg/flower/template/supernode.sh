@@ -1,6 +1,6 @@
 #!/bin/sh
 # Start a node: it needs keys/ca.crt and its own keys/node-N, and nothing else of keys/.
-#   ./supernode.sh N NODES [address of the server's door] [local port] [more settings of the node, such as 'device="cuda:1"']
+#   ./supernode.sh N NODES [address of the server's proxy] [local port] [more settings of the node, such as 'device="cuda:1"']
 # Against a SuperLink that was started without encryption:
 #   INSECURE_ANYONE_CAN_JOIN_AND_READ=yes ./supernode.sh N NODES 127.0.0.1:8000
 set -eu
