@@ -29,6 +29,7 @@ GRID = "a setting or option and the values to try, e.g. lr=0.01,0.1; give --grid
 RANDOM = "try only this many points of the grid, drawn at random"
 HALVING = "run all points for a quarter of the rounds, and only the best quarter of them for all rounds"
 TRIALS = "let Optuna choose this many points between the ends of the axes (needs the extra optuna)"
+HELD_BACK = f"share of the training data held back, to score on (default {VALIDATION})"
 OUT = "folder of results, picture and best.toml (default runs/<time>-tune-<method>)"
 OUT_SWEEP = "folder of results and picture (default runs/<time>-sweep-<method>)"
 Method = Annotated[str, typer.Argument(help="the method: see `fedagg list`")]
@@ -46,6 +47,7 @@ def tune(
     random: Annotated[int | None, typer.Option(help=RANDOM, show_default=False)] = None,
     halving: Annotated[bool, typer.Option("--halving", help=HALVING)] = False,
     trials: Annotated[int | None, typer.Option("--trials", help=TRIALS, show_default=False)] = None,
+    validation: Annotated[float | None, typer.Option(help=HELD_BACK, show_default=False)] = None,
     jobs: Jobs = "1",
     out_dir: Annotated[Path | None, typer.Option("--out", help=OUT)] = None,
     as_json: Json = False,
@@ -53,11 +55,10 @@ def tune(
 ) -> int:
     """Try a grid of settings on held-back training data, and name the best.
 
-    The test set is not used. --validation is the share that is held back, 0.1 by default. To resume, run the same command again:
-    finished runs in its folder are not run again.
+    The test set is not used. To resume, run the same command again: finished runs in its folder are not run again.
     """
     how = {"random": random, "halving": halving, "trials": trials}
-    plan = make_plan(algorithm, config, grid, seeds, settings, **how)
+    plan = make_plan(algorithm, config, grid, seeds, settings | {"validation": validation}, **how)
     folder = out_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-tune-{plan.trials[0].config.method}"
     check_first(plan)
     found, status = run_plan(plan.try_and_rank, folder, jobs, out_dir)

@@ -250,7 +250,8 @@ def notes(spec: Spec, found: list[TableSetting]) -> list[str]:
     if spec.tuning is not None and spec.tuning.grids:
         who = [m for m in spec.methods if m not in spec.tuning.grids]
         sizes = {len(points) for setting in found for m in spec.methods if (points := spec.grid(setting.row, m))}
-        how = f"seeds {' and '.join(map(str, spec.tuning.seeds))} on {100 * spec.tuning.validation:g} % of the training data"
+        seeds = f"seed{'s' * (len(spec.tuning.seeds) > 1)} {' and '.join(map(str, spec.tuning.seeds))}"
+        how = f"{seeds} on {100 * spec.tuning.validation:g} % of the training data"
         as_they_are = f" {' and '.join(map(formats.name, who))}: not tuned." if who else ""
         text.append(
             f"Every method has the best of {span(sizes)} settings, chosen for each row with {how} that were held back.{as_they_are}"
