@@ -264,7 +264,7 @@ def command(*arguments: str) -> int:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     named = Dataset(DATA.x_train, DATA.y_train, DATA.x_test, DATA.y_test, name="mnist-mini")
-    monkeypatch.setattr("fedagg.federation.load", lambda *asked: named)
+    monkeypatch.setattr("fedagg.from_config.load", lambda *asked: named)
     monkeypatch.setattr(Dataset, "untouched", True)  # as if it had been loaded by that name
     fedagg.run(data=named, algorithm="fedavg", out=tmp_path / "run", **{**FULL, "rounds": 3})
     assert command("bounds", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--fixed-point", "--passes", "2") == 0

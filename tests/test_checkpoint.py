@@ -31,7 +31,7 @@ from fedagg.cli import main
 from fedagg.config import Config
 from fedagg.engines.sequential import Sequential
 from fedagg.errors import FedaggError, FedaggWarning, SettingError
-from fedagg.federation import keeps_on_disk
+from fedagg.from_config import keeps_on_disk
 from fedagg.memory import ClientMemory, Shelf
 
 
@@ -60,7 +60,7 @@ def test_the_last_two_are_kept_and_are_read_back_unchanged(tmp_path: Path) -> No
 
 
 def test_a_finished_run_does_not_keep_gigabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedagg.federation.MEMORY_PART", 100)
+    monkeypatch.setattr("fedagg.memory.PART", 100)
     stops = SimpleNamespace(round_done=lambda row: row["round"] == 3)
     for name, kept, more in (("a", False, {}), ("b", True, {"checkpoint_every": 2}), ("c", True, {"callbacks": [stops]})):
         tiny.job(algorithm="scaffold", out=tmp_path / name, **more)
@@ -519,7 +519,7 @@ def test_what_clients_remember_comes_back_from_many_parts(
 ) -> None:
     settings = {"algorithm": "scaffold", "client_memory": client_memory, "checkpoint_every": 2}
     tiny.job(out=tmp_path / "whole", rounds=4, **settings)
-    monkeypatch.setattr("fedagg.federation.MEMORY_PART", 1)  # a client each
+    monkeypatch.setattr("fedagg.memory.PART", 1)  # a client each
     tiny.job(out=tmp_path / "run", rounds=2, **settings)
     assert len(list((tmp_path / "run" / "checkpoints").glob("*.safetensors"))) > 3
     tiny.job(resume=tmp_path / "run", rounds=4, **settings)

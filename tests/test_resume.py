@@ -186,7 +186,7 @@ def test_the_command_refuses_too(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_only_a_run_with_a_folder_reads_all_its_data_for_their_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(fedagg.federation, "fingerprint", lambda *_: asked.append("data") or {"data": "a checksum"})
+    monkeypatch.setattr(fedagg.identity, "fingerprint", lambda *_: asked.append("data") or {"data": "a checksum"})
     tiny.job(rounds=1)
     assert asked == []
     tiny.job(rounds=1, out=tmp_path / "run")

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 import fedagg
 from fedagg import checks, files, plots, plugins, record, runs, scores, sheets, trackers
+from fedagg.callbacks import Callback
 from fedagg.config import Config, make, read, resolve_each
 from fedagg.data import Dataset
 from fedagg.errors import FedaggError, MissingError, SettingError, first_line
-from fedagg.federation import Callback, build_model, chosen_data, with_client_count
 from fedagg.formats import check_run
+from fedagg.from_config import build_model, chosen_data, with_client_count
 from fedagg.measure import ACCURACY, Measure
 from fedagg.reproduce import running
 from fedagg.reproduce.grid import Cell

@@ -3,47 +3,53 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 import shlex
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 import fedagg
-from fedagg import algorithms, checkpoint, checks, engines, evaluate, interrupt, models, partition, record, seeding, stopping, tasks
+from fedagg import algorithms, checkpoint, checks, engines, evaluate, identity, interrupt, record, stopping, tasks
 from fedagg import progress as bar
 from fedagg.aggregate import FAR
+from fedagg.callbacks import Callback, tell
 from fedagg.checkpoint import Checkpoint
 from fedagg.clients import Clients
 from fedagg.config import Config
-from fedagg.data import Dataset, is_path, load
-from fedagg.data.mapped import READING
+from fedagg.data import Dataset
 from fedagg.engines.base import Problem, set_precision
 from fedagg.engines.distributed import Team
 from fedagg.errors import FedaggError, FedaggWarning, SettingError
 from fedagg.evaluate import ByClient, Evaluator
-from fedagg.faults import Faults
-from fedagg.flat import Layout, Model, copy_module
+from fedagg.flat import Model, copy_module
+from fedagg.from_config import (
+    Samples,
+    build_model,
+    chosen_data,
+    deal,
+    faults_of,
+    keeps_on_disk,
+    pick_device,
+    seen_data,
+    with_client_count,
+)
 from fedagg.inputs import Inputs
 from fedagg.measure import CLIENTS, Measure
 from fedagg.memory import ClientMemory
 from fedagg.result import Result, scores
 from fedagg.server import Server
 from fedagg.surroundings import isolated_torch_state
-from fedagg.tasks import Metric, Task
+from fedagg.tasks import Metric
 from fedagg.work import Loss, Work
 
 CHECKPOINT_SECONDS = 45.0
 CHECKPOINT_SHARE = 0.05  # share of a run's time for checkpoints, unless `checkpoint_every` is set
-LOOKED_AT = 2000  # number of samples by which a named data set is recognised
-MEMORY_PART = 256 << 20  # bytes of client memory that a checkpoint handles at a time
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,26 +66,6 @@ class Timing(dict[str, float]):
         now = time.perf_counter()
         self[what] = self.get(what, 0.0) + now - self.clock
         self.clock = now
-
-
-class Callback(Protocol):
-    """Watches a run, e.g. a progress display or a tracker. Missing methods are not called. If `round_done` returns True, the run
-    stops after this round. A method `judged(measure)` is called first, with the figure that the run is judged by. A method
-    `resumed(history)` is given the rounds that a resumed run has already done; if it returns True, the run ends there. An attribute
-    `reason` says why a callback ended a run."""
-
-    def started(self, config: Config, done: int) -> None: ...
-
-    def round_done(self, row: dict[str, Any]) -> bool | None: ...
-
-    def finished(self, result: Result) -> None: ...
-
-
-def tell(callbacks: Sequence[Any], method: str, *what: Any) -> str | None:
-    """Call this method of each callback. If one returned True, return the reason."""
-    called = [(one, getattr(one, method)(*what)) for one in callbacks if hasattr(one, method)]
-    stops = (one for one, answer in called if isinstance(answer, bool | np.bool_) and answer)
-    return next((getattr(one, "reason", "") or type(one).__name__ for one in stops), None)
 
 
 def guarded(function: Callable[P, R]) -> Callable[P, R]:
@@ -179,7 +165,7 @@ def run(
                 changed = server.play(clients)
                 server.update_average(t)
                 timing.lap("rounds" if "first round" in timing else "first round")
-                row = describe(t, clients, server.algorithm, unchanged=not changed)
+                row = record.describe(t, clients, server.algorithm, unchanged=not changed)
                 if server.evaluates_after(t) and not simulation.is_follower:
                     row |= simulation.evaluate(server.reported_model)
                     timing.lap("evaluation")
@@ -246,7 +232,10 @@ class Simulation:
         self.by_client: ByClient = (
             evaluate.LabelWeightedTest(self.evaluator, parts) if held is None else evaluate.HeldOutTest(problem, held, self.task)
         )
-        self.memory = client_memory(config, self.server) if self.server.algorithm.remembers else None
+        self.memory: ClientMemory | None = None
+        if self.server.algorithm.remembers:
+            d = self.server.layout.d
+            self.memory = ClientMemory(d, keeps_on_disk(config, d, self.device), self.device)
         who = functools.partial(range, config.clients)
         faults = faults_of(config)
         self.server.connect(
@@ -259,7 +248,7 @@ class Simulation:
         # Only a run with a folder can be resumed, and large data take a second or more.
         self.given, self.identity = given.name, dict[str, str]()
         if recorded:
-            self.identity = fingerprint(config, given, parts, self.module, loss, self.task)
+            self.identity = identity.fingerprint(config, given, parts, self.module, loss, self.task)
         self.timing.lap("checksum")
 
     @property
@@ -320,7 +309,7 @@ class Keeper:
         if run_record.resumed is not None:
             self.server.resume(run_record.resumed)
             if self.memory is not None:
-                recall(run_record.resumed, self.memory, simulation.config.clients)
+                self.memory.restore(run_record.resumed.parts, simulation.config.clients)
             self.last_state, self.done = run_record.resumed, run_record.resumed.round
             self.before = float(run_record.resumed.facts.get("seconds", 0.0))
         self.started = self.saved = time.perf_counter()
@@ -331,7 +320,7 @@ class Keeper:
 
     def record_round(self, row: dict[str, Any], clients: Clients) -> None:
         with interrupt.delay_interrupts():  # a round is recorded completely or not at all
-            self.record.round(row, describe_clients(clients.t, clients))
+            self.record.round(row, record.describe_clients(clients.t, clients))
             if self.memory is not None:
                 self.memory.commit()
             self.done = clients.t + 1
@@ -340,7 +329,8 @@ class Keeper:
     def save(self) -> None:
         numbers = self.last_state.facts.get("numbers", {})
         facts = {"seconds": self.seconds(), "identity": self.simulation.identity, "numbers": numbers}
-        self.record.checkpoint(Checkpoint(self.done, self.last_state.tensors, facts, memory_parts(self.memory)))
+        remembered = () if self.memory is None else self.memory.parts()
+        self.record.checkpoint(Checkpoint(self.done, self.last_state.tensors, facts, remembered))
 
     def save_if_due(self) -> None:
         """Save a checkpoint after as many rounds as the settings say; by default about once a minute, if it costs little."""
@@ -405,8 +395,7 @@ class Keeper:
         more room than all the rest."""
         config, memory = self.simulation.config, self.memory
         ended = self.done == config.rounds and not self.interrupted
-        large = memory is not None and 4 * memory.d * len(memory.rows) > MEMORY_PART
-        return not (ended and large) or config.checkpoint_every > 0
+        return not (ended and memory is not None and memory.is_large) or config.checkpoint_every > 0
 
 
 def warn_about(history: list[dict[str, Any]], scored: list[dict[str, Any]]) -> None:
@@ -426,207 +415,3 @@ def warn_left_out(left_out: dict[str, dict[str, int]], rounds: int) -> None:
         more = f" and {len(who) - 5} more" if len(who) > 5 else ""
         fix = "; outliers = keep lets them count" if why == FAR else ""
         warnings.warn(f"left out ({why}) of {rounds} rounds: client {named}{more}{fix}", FedaggWarning, stacklevel=4)
-
-
-def chosen_data(config: Config, download: bool = True) -> Dataset:
-    """The data set that the settings name."""
-    return load(config.dataset, config.data_dir, download, config.target, config.user, config.task, config.data_memory)
-
-
-def with_client_count(config: Config, data: Dataset) -> Config:
-    """The configuration with one client per user of the data, if it is split by user and the number of clients was left open."""
-    if config.partition != "user" or "clients" in config.model_fields_set:
-        return config
-    return config.model_copy(update={"clients": 1 if data.users is None else len(np.unique(data.users))})
-
-
-def seen_data(config: Config, data: Dataset, parts: Sequence[Any] | None) -> Dataset:
-    """The data as clients see them: without the part held back, and normalised if asked for."""
-    if config.validation and parts is not None:
-        raise SettingError("validation", config.validation, "parts name samples of the whole training set; give one of the two")
-    data = data.held_back(config.validation, config.seed)
-    data = data.normalized() if config.normalize else data
-    if config.augment != "none":
-        checks.check_images(config.augment, data)
-    return data
-
-
-def faults_of(config: Config) -> Faults:
-    return Faults(
-        seed=config.seed,
-        dropout=config.dropout_rate,
-        straggler=config.straggler_rate,
-        corrupt_rate=config.corrupt_rate,
-        flip=config.flip_rate,
-        scale=config.flip_scale,
-    )
-
-
-def client_memory(config: Config, server: Server) -> ClientMemory:
-    return ClientMemory(server.layout.d, keeps_on_disk(config, server.layout.d, server.device), server.device)
-
-
-class Samples:
-    """A client's sample indices as a tensor, made on request, so that a million clients cost only their arrays."""
-
-    def __init__(self, parts: Sequence[Any]) -> None:
-        self.parts = parts
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    def __call__(self, client: int) -> Tensor:
-        return torch.as_tensor(np.asarray(self.parts[client]), dtype=torch.int64)
-
-
-def pick_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise SettingError("device", name, "choose auto, cpu, cuda or cuda:N") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise SettingError("device", name, "torch sees no CUDA device here; choose cpu")
-    if device.type not in ("cpu", "cuda"):
-        raise SettingError("device", name, "choose auto, cpu, cuda or cuda:N")
-    if name == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-def deal(config: Config, data: Dataset) -> Sequence[Any]:
-    if config.partition == "custom":
-        raise SettingError("partition", "custom", "give your own partition from Python as parts=[...]")
-    if config.partition == "user":
-        if data.users is None:
-            words = "the data name no users; name the column with user, or give fedagg.Dataset(..., users=...)"
-            raise SettingError("partition", "user", words)
-        return partition.by_user(data.users, config.clients)
-    if config.partition == "feature" and not isinstance(data.x_train, Tensor):
-        raise SettingError(
-            "partition", "feature", "sorts all samples, but these stay on the disk; choose another, or raise data_memory"
-        )
-    if data.task != "classification" and config.partition in partition.BY_LABEL:
-        words = f"deals samples by class labels, but the task is {data.task}; choose one of {', '.join(partition.FOR_ALL)}"
-        raise SettingError("partition", config.partition, words)
-    return partition.partition(
-        config.partition,
-        data.y_train.numpy(),
-        config.clients,
-        config.seed,
-        sigma=config.sigma,
-        per_client=config.shards,
-        deviation=config.deviation,
-        column=config.column,
-        x=data.x_train.numpy() if isinstance(data.x_train, Tensor) else None,
-    )
-
-
-def build_model(config: Config, data: Dataset | Inputs) -> nn.Module:
-    if config.model == "custom":
-        raise SettingError("model", "custom", "give your own module from Python as model=...")
-    seed = seeding.derive(config.seed, "model")
-    every = data.task == "tokens"
-    return models.build(config.model, data.shape, data.classes, norm=config.norm, dropout=config.dropout, seed=seed, tokens=every)
-
-
-def keeps_on_disk(config: Config, d: int, device: torch.device) -> bool:
-    """Do per-client vectors live on disk? By default, if they could take more than 1 GiB of memory, or 4 GiB on a GPU."""
-    most = (4 if device.type == "cuda" else 1) << 30
-    return config.client_memory == "disk" or (config.client_memory == "auto" and config.clients * d * 4 > most)
-
-
-def describe(t: int, clients: Clients, algorithm: algorithms.Algorithm, unchanged: bool) -> dict[str, Any]:
-    """A line of metrics.jsonl. A round that left the model unchanged has no figures from the algorithm."""
-    row: dict[str, Any] = {"round": t + 1}
-    out = clients.outcome
-    if out is not None:
-        row["train_loss"] = float(out.theta @ out.loss)
-        did = [clients.stragglers.get(client, clients.epochs) for client in out.clients]
-        for epoch, rates in enumerate(out.rates.T.tolist()):
-            made = [rate for rate, epochs in zip(rates, did, strict=True) if epoch < epochs] or [0.0]
-            for name, value in (("mean", sum(made) / len(made)), ("min", min(made)), ("max", max(made))):
-                row.setdefault(f"rate_{name}", []).append(value)
-        row["drift"], row["drift_max"] = float(out.norm2.sqrt().mean()), float(out.norm2.sqrt().max())
-    row |= {
-        "passes": clients.passes,
-        "participants": len(clients.ids),
-        "left_out": len(clients.left_out),
-        "causes": sorted(set(clients.left_out.values())),
-        "stragglers": len(clients.stragglers),
-        "samples": clients.samples_seen,
-        "bytes_up": clients.bytes_up,
-        "bytes_down": clients.bytes_down,
-    }
-    if unchanged:
-        return row | {"unchanged": True}
-    figures = {name: float(value) for name, value in algorithm.figures().items()}
-    if taken := sorted(figures.keys() & row.keys()):
-        raise FedaggError(f"algorithm {algorithm.name}: figures() names {', '.join(taken)}, which every record has; rename it")
-    return row | {name: value for name, value in figures.items() if math.isfinite(value)}
-
-
-def describe_clients(t: int, clients: Clients) -> dict[str, Any]:
-    """A line of clients.jsonl: what each participant did."""
-    row: dict[str, Any] = {"round": t + 1, "left_out": {str(k): v for k, v in sorted(clients.left_out.items())}}
-    if clients.stragglers:
-        row["epochs"] = {str(k): v for k, v in sorted(clients.stragglers.items())}
-    if hostile := [client for client in clients.ids if clients.faults.hostile(client)]:
-        row["hostile"] = hostile
-    out = clients.outcome
-    if out is not None:
-        row |= {
-            "clients": out.clients,
-            "rates": [[float(f"{r:.6g}") for r in rates] for rates in out.rates.tolist()],
-            "loss": [float(f"{v:.6g}") for v in out.loss.tolist()],
-            "moved": [float(f"{v:.6g}") for v in out.norm2.sqrt().tolist()],
-        }
-    return row
-
-
-def fingerprint(config: Config, data: Dataset, parts: Sequence[Any], module: nn.Module, loss: Loss, task: Task) -> dict[str, str]:
-    """Checksums of what the configuration does not say: the model's form, and what was given from Python."""
-
-    def digest(pieces: Iterable[Any]) -> str:
-        total = hashlib.blake2b(digest_size=16)
-        for piece in pieces:
-            total.update(np.ascontiguousarray(piece).data if isinstance(piece, np.ndarray) else repr(piece).encode())
-        return total.hexdigest()
-
-    layout = Layout(module)
-    form: list[Any] = [layout.parameters, [(name, shape) for name, shape, _ in layout.buffers]]
-    travels = {name for name, *_ in (*layout.parameters, *layout.buffers)}
-    rest = [each for name, each in (*module.named_parameters(), *module.named_buffers()) if name not in travels]
-    form += [each.detach().cpu().reshape(-1).view(torch.uint8).numpy() for each in rest]  # a checkpoint does not hold these
-    known = {"model": digest(form if config.model != "custom" else [*form, repr(module)]), "loss": checks.name_of(loss)}
-    known |= {} if task is tasks.CLASSIFICATION else {"metric": task.metric.key}
-    # For named sets and data on disk: all labels but only some samples, to avoid reading everything at every start.
-    own = config.dataset == "custom" or is_path(config.dataset)
-
-    def looked_at(x: Any) -> int:
-        return (len(x) if own else LOOKED_AT) if isinstance(x, Tensor) else int(min(LOOKED_AT, x.room(READING)))
-
-    samples = [x[:: -(-len(x) // looked_at(x))].numpy() for x in (data.x_train, data.x_test)]
-    known["data"] = digest([data.shape, *samples, data.y_train.numpy(), data.y_test.numpy()])
-    if config.partition == "custom":
-        known["parts"] = digest(piece for part in parts for piece in (len(part), np.asarray(part, dtype=np.int64)))
-    return known
-
-
-def memory_parts(memory: ClientMemory | None) -> Iterator[dict[str, Tensor]]:
-    """What clients remember, for a checkpoint; a few clients at a time, because all of it may not fit into memory."""
-    if memory is not None:
-        ids, some = sorted(memory.rows), max(1, MEMORY_PART // (4 * memory.d))
-        for at in range(0, len(ids), some):
-            yield {"ids": torch.tensor(ids[at : at + some]), "rows": memory.read(ids[at : at + some])}
-
-
-def recall(saved: Checkpoint, memory: ClientMemory, clients: int) -> None:
-    """Restore what `memory_parts` produced."""
-    for part in saved.parts:
-        ids, rows = part.get("ids", torch.zeros(0)), part.get("rows", torch.zeros(0))
-        if ids.ndim != 1 or rows.shape != (len(ids), memory.d) or any(not 0 <= client < clients for client in ids.tolist()):
-            raise FedaggError(f"checkpoint: what its clients remember is not {memory.d} numbers for some of {clients} clients")
-        for client, row in zip(ids.tolist(), rows, strict=True):
-            memory.write(int(client), row)

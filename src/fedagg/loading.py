@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedagg import checks, models, plugins, runs, tasks
 from fedagg.config import Config
 from fedagg.errors import FedaggError, SettingError
-from fedagg.federation import build_model, chosen_data
+from fedagg.from_config import build_model, chosen_data
 from fedagg.inputs import Inputs
 from fedagg.record import SCALE
 from fedagg.result import Result, scores

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fedagg.errors import SettingError
+from fedagg.errors import FedaggError, SettingError
 from fedagg.files import reason
 from fedagg.work import Team
 
+PART = 256 << 20  # bytes that a checkpoint handles at a time: all of it may not fit into memory
 MUCH = 4 << 30  # bytes that all clients together may remember unless the user asks for more
 
 
@@ -58,6 +59,26 @@ class ClientMemory:
 
     def write(self, client: int, vector: Tensor) -> None:
         self.rows[client] = vector.to(self.device, copy=True)
+
+    @property
+    def is_large(self) -> bool:
+        """Does it take more room than a checkpoint should?"""
+        return 4 * self.d * len(self.rows) > PART
+
+    def parts(self) -> Iterator[dict[str, Tensor]]:
+        """Everything, for a checkpoint: a few clients at a time."""
+        ids, some = sorted(self.rows), max(1, PART // (4 * self.d))
+        for at in range(0, len(ids), some):
+            yield {"ids": torch.tensor(ids[at : at + some]), "rows": self.read(ids[at : at + some])}
+
+    def restore(self, parts: Iterable[dict[str, Tensor]], clients: int) -> None:
+        """Bring back what `parts` gave, for some of this many clients."""
+        for part in parts:
+            ids, rows = part.get("ids", torch.zeros(0)), part.get("rows", torch.zeros(0))
+            if ids.ndim != 1 or rows.shape != (len(ids), self.d) or any(not 0 <= client < clients for client in ids.tolist()):
+                raise FedaggError(f"checkpoint: what its clients remember is not {self.d} numbers for some of {clients} clients")
+            for client, row in zip(ids.tolist(), rows, strict=True):
+                self.write(int(client), row)
 
 
 class Shelf:

@@ -21,7 +21,9 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from fedagg import checkpoint, files
+from fedagg.algorithms import Algorithm
 from fedagg.checkpoint import Checkpoint
+from fedagg.clients import Clients
 from fedagg.config import Config, make, read
 from fedagg.errors import FedaggError, FedaggWarning, SettingError
 from fedagg.formats import FORMAT, check_run
@@ -201,6 +203,54 @@ class Record:
     def result(self, facts: dict[str, Any]) -> None:
         if self.folder is not None:
             files.write(self.folder / "result.json", json.dumps(facts, indent=2))
+
+
+def describe(t: int, clients: Clients, algorithm: Algorithm, unchanged: bool) -> dict[str, Any]:
+    """A line of metrics.jsonl. A round that left the model unchanged has no figures from the algorithm."""
+    row: dict[str, Any] = {"round": t + 1}
+    out = clients.outcome
+    if out is not None:
+        row["train_loss"] = float(out.theta @ out.loss)
+        did = [clients.stragglers.get(client, clients.epochs) for client in out.clients]
+        for epoch, rates in enumerate(out.rates.T.tolist()):
+            made = [rate for rate, epochs in zip(rates, did, strict=True) if epoch < epochs] or [0.0]
+            for name, value in (("mean", sum(made) / len(made)), ("min", min(made)), ("max", max(made))):
+                row.setdefault(f"rate_{name}", []).append(value)
+        row["drift"], row["drift_max"] = float(out.norm2.sqrt().mean()), float(out.norm2.sqrt().max())
+    row |= {
+        "passes": clients.passes,
+        "participants": len(clients.ids),
+        "left_out": len(clients.left_out),
+        "causes": sorted(set(clients.left_out.values())),
+        "stragglers": len(clients.stragglers),
+        "samples": clients.samples_seen,
+        "bytes_up": clients.bytes_up,
+        "bytes_down": clients.bytes_down,
+    }
+    if unchanged:
+        return row | {"unchanged": True}
+    figures = {name: float(value) for name, value in algorithm.figures().items()}
+    if taken := sorted(figures.keys() & row.keys()):
+        raise FedaggError(f"algorithm {algorithm.name}: figures() names {', '.join(taken)}, which every record has; rename it")
+    return row | {name: value for name, value in figures.items() if math.isfinite(value)}
+
+
+def describe_clients(t: int, clients: Clients) -> dict[str, Any]:
+    """A line of clients.jsonl: what each participant did."""
+    row: dict[str, Any] = {"round": t + 1, "left_out": {str(k): v for k, v in sorted(clients.left_out.items())}}
+    if clients.stragglers:
+        row["epochs"] = {str(k): v for k, v in sorted(clients.stragglers.items())}
+    if hostile := [client for client in clients.ids if clients.faults.hostile(client)]:
+        row["hostile"] = hostile
+    out = clients.outcome
+    if out is not None:
+        row |= {
+            "clients": out.clients,
+            "rates": [[float(f"{r:.6g}") for r in rates] for rates in out.rates.tolist()],
+            "loss": [float(f"{v:.6g}") for v in out.loss.tolist()],
+            "moved": [float(f"{v:.6g}") for v in out.norm2.sqrt().tolist()],
+        }
+    return row
 
 
 def line(row: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Live tracking of a run: TensorBoard, MLflow or Weights & Biases, each a callback and an optional extra.
 
-A tracker is a `fedagg.federation.Callback`. You can write your own and give it to `fedagg.run`.
+A tracker is a `fedagg.callbacks.Callback`. You can write your own and give it to `fedagg.run`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from fedagg import files
+from fedagg.callbacks import Callback, tell
 from fedagg.checks import check_callbacks
 from fedagg.config import Config
 from fedagg.errors import FedaggError, FedaggWarning, first_line
-from fedagg.federation import Callback, tell
 from fedagg.measure import Measure
 from fedagg.registry import Registry
 from fedagg.result import Result

@@ -129,7 +129,7 @@ def test_other_data_under_a_sets_name_are_found(tmp_path: Path, monkeypatch: pyt
     fedagg.run(out=tmp_path / "run", **FEW)
     other = load("mnist-mini")
     other.y_train[3] = (other.y_train[3] + 1) % 10
-    monkeypatch.setattr("fedagg.federation.load", lambda *asked: other)
+    monkeypatch.setattr("fedagg.from_config.load", lambda *asked: other)
     with pytest.raises(FedaggError, match="data is not what the run began with"):
         fedagg.run(resume=tmp_path / "run", **FEW | {"rounds": 2})
 

@@ -17,7 +17,7 @@ from fedagg.cli.catalogue import Plugin
 from fedagg.cli.show import err, out
 from fedagg.config import choices
 from fedagg.errors import SettingError, unknown
-from fedagg.federation import pick_device
+from fedagg.from_config import pick_device
 
 RIVAL_HELP = f"loops to time, separated by commas: {', '.join(RIVALS)}, or a Python file with run(task, tick)"
 

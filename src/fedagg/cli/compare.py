@@ -16,6 +16,7 @@ import typer
 
 from fedagg import comparison, plots, scores
 from fedagg.algorithms import REGISTRY
+from fedagg.callbacks import Callback
 from fedagg.cli.process import leads
 from fedagg.cli.reproduce import Board, Jobs
 from fedagg.cli.show import err, out, show_sheet
@@ -23,7 +24,6 @@ from fedagg.cli.train import TRACK
 from fedagg.cli.watch import Watch, watched
 from fedagg.comparison import Comparison
 from fedagg.errors import FedaggWarning, MissingError, SettingError
-from fedagg.federation import Callback
 from fedagg.progress import Live
 from fedagg.reproduce import running
 from fedagg.reproduce.grid import Cell

@@ -24,7 +24,7 @@ from fedagg.cli.show import out, waiting
 from fedagg.config import Config, resolve
 from fedagg.data import Dataset
 from fedagg.errors import FedaggWarning, SettingError
-from fedagg.federation import build_model, chosen_data, deal, with_client_count
+from fedagg.from_config import build_model, chosen_data, deal, with_client_count
 from fedagg.result import finite
 
 if TYPE_CHECKING:

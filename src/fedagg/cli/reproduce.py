@@ -12,11 +12,11 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from fedagg import files, plots, plugins, scores
+from fedagg.callbacks import Callback
 from fedagg.cli.catalogue import Plugin
 from fedagg.cli.show import err, out, show_sheet
 from fedagg.config import Config
 from fedagg.errors import SettingError, unknown
-from fedagg.federation import Callback
 from fedagg.reproduce import figures, formats, grid, running, table, tuned
 from fedagg.reproduce.grid import Cell, Spec
 from fedagg.reproduce.results import Store

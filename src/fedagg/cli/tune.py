@@ -20,7 +20,7 @@ from fedagg.cli.show import err, out, show_sheet
 from fedagg.comparison import check
 from fedagg.config import Config, collect_settings, options_of
 from fedagg.errors import FedaggWarning, MissingError, SettingError
-from fedagg.federation import chosen_data
+from fedagg.from_config import chosen_data
 from fedagg.reproduce import running
 from fedagg.reproduce.results import Store
 from fedagg.tuning import SEEDS, TASK, VALIDATION, Found, Plan, R, Run, Swept, finite, score

@@ -26,13 +26,13 @@ from fedagg.engines.base import Problem
 from fedagg.engines.sequential import Sequential
 from fedagg.errors import SettingError
 from fedagg.evaluate import Evaluator
-from fedagg.federation import pick_device
 from fedagg.flat import Layout, Model
 from fedagg.flower import messages, scores
 from fedagg.flower.data import NodeData, node_data
 from fedagg.flower.kinds import redact_errors
 from fedagg.flower.privacy import planned_rates, require_updates_only
 from fedagg.flower.scores import OwnMetric, Scores
+from fedagg.from_config import pick_device
 from fedagg.memory import ClientMemory
 from fedagg.tasks import CLASSIFICATION, Task
 from fedagg.work import Chunk, ClientOptions, Job, Loss, Report, Work

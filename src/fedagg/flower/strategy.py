@@ -27,12 +27,12 @@ from torch import nn
 import fedagg
 from fedagg import algorithms, checks, files, record, wire
 from fedagg import result as results
+from fedagg.callbacks import Callback, tell
 from fedagg.checkpoint import Checkpoint
 from fedagg.clients import Clients, TooFew
 from fedagg.config import Config
 from fedagg.errors import FedaggError, SettingError
 from fedagg.faults import Faults
-from fedagg.federation import Callback, describe, describe_clients, tell
 from fedagg.flat import Layout, Model
 from fedagg.flower import messages, scores
 from fedagg.flower.closing import Closing
@@ -345,7 +345,7 @@ class FedAggStrategy(Strategy):
             return None
         self.silent = None
         self.announce()  # the round before is now complete
-        row = describe(turn.t, turn.clients, self.server.algorithm, turn.skipped)
+        row = record.describe(turn.t, turn.clients, self.server.algorithm, turn.skipped)
         found = self.scores(turn.tests, replies)
         row |= scores.pool(found, self.task)
         if turn.tests:
@@ -354,7 +354,7 @@ class FedAggStrategy(Strategy):
             row |= self.ledger.spent()
             log(INFO, "ε is %.4g, or %.4g for a node whose data are replaced", row["epsilon"], row["epsilon_replaced"])
         row["seconds"] = round(time.perf_counter() - turn.began, 6)
-        about = describe_clients(turn.t, turn.clients) | {"nodes": self.members.names(turn.clients.ids)}
+        about = record.describe_clients(turn.t, turn.clients) | {"nodes": self.members.names(turn.clients.ids)}
         if self.privacy is None:  # under privacy the record holds nothing about a single node
             made = ((turn.t, turn.before), (turn.t + 1, found))
             tests = [scores.one_by_one(number, each, self.task) for number, each in made if each]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from fedagg import federation, runs
+from fedagg import from_config, runs
 from fedagg.config import Config
 from fedagg.errors import FedaggError
 from fedagg.report.content import FIGURES, PROGRESS, Column, Content, Entry, Group, Series, labels
@@ -169,7 +169,7 @@ def partition(c: Config) -> dict[str, Any] | None:
         given = data_of(c).of_task(c.task).held_back(c.validation, c.seed)
         if given.task != "classification":
             return None
-        counts = label_counts(given.y_train.numpy(), federation.deal(c, given), given.classes)
+        counts = label_counts(given.y_train.numpy(), from_config.deal(c, given), given.classes)
     except FedaggError:
         return None  # data or split given from Python, or not on this machine
     apart = distances(counts)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from fedagg import federation, plots
+from fedagg import from_config, plots
 from fedagg.errors import DataError
 from fedagg.plots import Bars, Panel, Series
 from fedagg.reproduce import table
@@ -102,10 +102,10 @@ def partition(spec: Spec, folder: Path, formats: Sequence[str]) -> list[Path]:
     for row in spec.rows:
         config = spec.config(row, "fedavg", spec.participation[0], 0)
         try:
-            labels = federation.chosen_data(config, download=False)
+            labels = from_config.chosen_data(config, download=False)
         except DataError:
             return []
-        parts = federation.deal(federation.with_client_count(config, labels), labels)
+        parts = from_config.deal(from_config.with_client_count(config, labels), labels)
         found = heterogeneity.label_counts(labels.y_train.numpy(), parts, labels.classes)
         counts[row.distribution] = found
         distances[row.distribution] = heterogeneity.distances(found).wasserstein

@@ -24,10 +24,10 @@ import torch
 
 import fedagg
 from fedagg import data, files, plugins
+from fedagg.callbacks import Callback
 from fedagg.config import Config
 from fedagg.data import Dataset
 from fedagg.errors import DataError, FedaggError, SettingError
-from fedagg.federation import Callback
 from fedagg.reproduce.grid import Cell
 from fedagg.reproduce.results import Store, key
 from fedagg.result import Result

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedagg import checks, federation, runs
+from fedagg import checks, federation, from_config, runs
 from fedagg.config import Config
 from fedagg.data import Dataset
 from fedagg.engines.threaded import draws
@@ -119,16 +119,16 @@ def analyse(
     if not count:
         raise SettingError("run", str(folder), "has no finished round")
     config = repeat_config(run.config, count, data_dir)
-    data = (data or federation.chosen_data(config)).of_task(config.task).held_back(config.validation, config.seed)
+    data = (data or from_config.chosen_data(config)).of_task(config.task).held_back(config.validation, config.seed)
     if data.task != "classification":
         raise SettingError(
             "run", str(folder), f"its task is {data.task}, but the bounds are those of cross-entropy on class labels"
         )
     seen = data.normalized() if config.normalize else data
-    parts = checks.indices(parts, data) if parts is not None else federation.deal(config, data)
+    parts = checks.indices(parts, data) if parts is not None else from_config.deal(config, data)
     if config.client_test:
         parts, _ = held_out(parts, config.client_test, config.seed)
-    module = model if model is not None else federation.build_model(config, seen)
+    module = model if model is not None else from_config.build_model(config, seen)
     objective = Objective(module, seen.x_train, seen.y_train, parts, config.weight_decay)
     check_affordable(config, objective)
 
