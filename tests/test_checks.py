@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -440,3 +442,20 @@ def test_no_batch_size_helps_a_client_with_one_sample() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     with pytest.raises(SettingError, match=r"^partition = 'custom': gives client 1 one sample"):
         fedagg.run(data=fedagg.Dataset(x, y, x, y), model=model, parts=[[0, 1, 2], [3]], rounds=1)
+
+
+def test_features_of_very_different_ranges_are_worth_a_warning() -> None:
+    x = torch.rand(60, 3, generator=torch.Generator().manual_seed(0))
+    y = (x[:, 0] > 0.5).long()
+
+    def trained(scale: list[float], **more: Any) -> list[str]:
+        data = fedagg.Dataset(x * torch.tensor(scale), y, x * torch.tensor(scale), y)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fedagg.run(data=data, rounds=1, clients=3, lr=1e-9, algorithm="fedavg", progress=False, **more)
+        return [str(one.message) for one in caught]
+
+    (words,) = trained([1.0, 5000.0, 0.0])
+    assert re.fullmatch(r"the ranges of features differ by a factor of [45],\d{3} \(columns 1 and 0\); --normalize .*", words)
+    assert trained([1.0, 5000.0, 0.0], normalize=True) == []
+    assert trained([500.0, 1.0, 0.0]) == []  # a constant is no matter

@@ -203,6 +203,31 @@ def test_a_client_without_a_number_does_not_spoil_the_search() -> None:
     assert method.state["norm"] == pytest.approx(10.5 * BEND, rel=1e-3)
 
 
+@pytest.mark.parametrize("base", [1e4, 1e7])
+def test_the_search_begins_at_rest_even_if_the_base_rate_is_far_too_high(base: float) -> None:
+    """A thousandth of these rates is still ruinous (10 and 10,000), and so is a millionth of the second; 0.01 is not."""
+    method = started(lr=base)
+    assert 0.6 < found(method, federation_of(6)) / (1 / BEND) < 1.5
+    assert method.state["norm"] == pytest.approx(10.5 * BEND, rel=0.3)
+    assert method.state["start"] == pytest.approx(0.5 * BEND * (10.0**2 + 10.5**2 + 11.0**2) / 3, rel=0.3)
+
+
+def test_chance_at_the_base_rate_does_not_lead_the_search_down() -> None:
+    class Noisy(Quadratic):
+        """The higher the rate, the better, up to 0.4; at the base rate two clients of six had odd mini-batches."""
+
+        def run(self, model: Model, work: Work, jobs: list[Job], memory: Any) -> Any:
+            for chunk in super().run(model, work, jobs, memory):
+                rate = float(work.rate[0])
+                odd = rate == 0.01 and chunk.jobs[0].client % 3 == 0
+                chunk.loss = torch.tensor(
+                    [100.0 * (1 - rate if rate < 0.4 else 2.0) + (12.0 if odd else -3.0 if rate == 0.01 else 0.0)]
+                )
+                yield chunk
+
+    assert found(started(lr=0.01), federation_of(6, engine=Noisy())) > 0.1
+
+
 def test_on_a_plateau_the_highest_rate_without_harm_is_taken() -> None:
     class Plateau(Quadratic):
         """No rate does anything but harm, from 0.5 on."""

@@ -275,6 +275,24 @@ def test_on_a_plateau_higher_rates_are_tried_until_one_does_harm() -> None:
     assert next_power({0: -1.0, 2: 0.0}, -2.0) == -2
 
 
+def test_a_rate_above_one_that_does_harm_is_right_by_chance_alone() -> None:
+    """Losses of a regression whose clients have from 20 to 313 samples: at 3 training is unstable, at 4 it happened to be lucky."""
+    seen = {0: 103.0, 2: 95.0, 3: 277.0, 4: 84.0, 5: 401.0, 6: 436.0}
+    assert next_power(seen, 218.0) == 1
+    assert next_power(seen | {1: 79.0}, 218.0) is None
+    assert best_power({0: 103.0, 1: 79.0, **seen}, 218.0) == pytest.approx(1 + 0.5 * (24 - 16) / (24 + 16))
+    # A low rate that does harm, with no gain below it, says nothing of higher ones.
+    assert next_power({-2: 230.0, 0: 200.0, 2: 190.0}, 218.0) == 4
+
+
+def test_harm_at_the_lowest_rate_may_be_chance() -> None:
+    assert next_power({0: 2.3}, 2.0) == -2
+    assert next_power({0: 2.3}, 2.0, doubt=0.31) == 2
+    assert next_power({0: 2.3}, 2.0, doubt=0.29) == -2
+    assert next_power({0: 2.3}, 2.0, doubt=math.inf) == 2  # a single client
+    assert next_power({0: 4.0, 2: 4.0}, 2.0, doubt=math.inf) == -2  # but where the higher rate is no better, down it goes
+
+
 def test_on_a_plateau_the_highest_rate_that_does_no_harm_is_taken() -> None:
     """By hand: the loss is 2 again a quarter of the way from 1.99 at 2 to 2.03 at 4. With a clear gain it is the parabola's lowest
     point instead, and where all do harm the least one."""

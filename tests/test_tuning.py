@@ -169,7 +169,7 @@ def test_data_and_network_from_python() -> None:
     assert tuned.best.settings == {"lr": 0.1}
     assert type(tuned.best.settings["lr"]) is float
     assert tuned.best.deviation != tuned.best.deviation  # one seed has none
-    with pytest.raises(SettingError, match="jobs = 2: data, model from Python"):
+    with pytest.raises(SettingError, match="jobs = 2: cannot be used with data, model from Python"):
         fedagg.tune("fedavg", {"lr": [0.1]}, jobs=2, **given)
 
 

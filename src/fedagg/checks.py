@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from fedagg import partition, plugins, seeding
 from fedagg.algorithms.base import LR, REGISTRY, Algorithm, check_names
 from fedagg.config import FROM_PYTHON, Config, make, read, resolve
 from fedagg.data import Dataset
-from fedagg.errors import SettingError, first_line
+from fedagg.errors import FedaggWarning, SettingError, first_line
 from fedagg.flat import copy_module
 from fedagg.formats import check_run
 from fedagg.options import declared
@@ -25,6 +27,7 @@ from fedagg.tasks import CLASSIFICATION, Task
 from fedagg.work import Loss
 
 COLUMNS = ("target", "user", "task")
+RANGES = 1000.0  # how many times larger one feature may be than another before it is worth a warning
 
 
 def samples(data: Any, parts: Any, config: Config | None, settings: dict[str, Any]) -> Dataset | None:
@@ -204,6 +207,20 @@ def check_images(augment: str, data: Dataset) -> None:
     if data.shape[2] <= 4 < data.shape[0]:
         words = f"images are (channels, height, width), but these are {data.shape}; give x.transpose(0, 3, 1, 2)"
         raise SettingError("augment", augment, words)
+
+
+def warn_of_ranges(data: Dataset) -> None:
+    """Warn if some columns of a table have far larger numbers than others: a network learns such data badly at any rate."""
+    x = data.x_train
+    if not isinstance(x, Tensor) or x.dim() != 2 or not x.is_floating_point():
+        return
+    ranges = x.amax(0) - x.amin(0)
+    least = ranges.where(ranges > 0, math.inf)
+    factor = float(ranges.max() / least.min())
+    if RANGES < factor < math.inf:
+        columns = f"columns {int(ranges.argmax())} and {int(least.argmin())}"
+        words = f"the ranges of features differ by a factor of {factor:,.0f} ({columns}); --normalize standardises every feature"
+        warnings.warn(words, FedaggWarning, stacklevel=2)
 
 
 def check_task(config: Config, algorithm: Algorithm, task: Task) -> None:

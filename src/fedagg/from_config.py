@@ -50,7 +50,10 @@ def seen_data(config: Config, data: Dataset, parts: Sequence[Any] | None) -> Dat
     if config.validation and parts is not None:
         raise SettingError("validation", config.validation, "parts name samples of the whole training set; give one of the two")
     data = data.held_back(config.validation, config.seed)
-    data = data.normalized() if config.normalize else data
+    if config.normalize:
+        data = data.normalized()
+    else:
+        checks.warn_of_ranges(data)
     if config.augment != "none":
         checks.check_images(config.augment, data)
     return data

@@ -132,13 +132,26 @@ def gains(losses: dict[int, float], first: float) -> bool:
     return first - min(losses.values()) > PLATEAU * abs(first)
 
 
-def next_power(losses: dict[int, float], first: float) -> int | None:
+def stable(losses: dict[int, float], first: float) -> dict[int, float]:
+    """The rates below the lowest one that does harm although a lower one gains. Training is unstable from there on, and a higher
+    rate that looks good does so by chance."""
+    margin, gained = PLATEAU * abs(first), False
+    for power in sorted(losses):
+        if gained and losses[power] - first > margin:
+            return {k: loss for k, loss in losses.items() if k < power}
+        gained |= first - losses[power] > margin
+    return losses
+
+
+def next_power(losses: dict[int, float], first: float, doubt: float = 0.0) -> int | None:
     """The next rate to try, or None if the best is found. Rates are powers of two; `losses` has those that clients at loss `first`
-    have tried. The search first tries every other power, outwards, until the best lies between two worse ones, then its two
-    neighbours. If none gains anything, as on a plateau, it goes upwards until a rate does harm."""
-    low, high, best = min(losses), max(losses), min(sorted(losses), key=lambda k: losses[k])
+    have tried, and `doubt` is how far the loss at the lowest of them may be off by chance. The search first tries every other
+    power, outwards, until the best lies between two worse ones, then its two neighbours. If none gains anything, as on a plateau,
+    it goes upwards until a rate does harm."""
+    steady = stable(losses, first)
+    low, high, best = min(losses), max(losses), min(sorted(steady), key=lambda k: losses[k])
     harmless = losses[high] - first <= PLATEAU * abs(first)
-    if best == low and losses[low] - first > PLATEAU * abs(first):
+    if best == low and losses[low] - first > max(PLATEAU * abs(first), doubt):
         return low - 2
     if best == high or (harmless and not gains(losses, first)):
         return high + 2
@@ -150,7 +163,7 @@ def next_power(losses: dict[int, float], first: float) -> int | None:
 def best_power(losses: dict[int, float], first: float) -> float:
     """The exponent of the best rate: the minimum of the parabola through the lowest loss and its two neighbours, if they were
     tried. On a plateau, where losses only tell which rates do harm, it is the highest that does none."""
-    best = min(sorted(losses), key=lambda k: losses[k])
+    best = min(sorted(stable(losses, first)), key=lambda k: losses[k])
     above = min((k for k in losses if k > best and losses[k] > first), default=None)
     if not gains(losses, first) and above is not None and losses[best] <= first:
         below = max(k for k in losses if k < above)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from fedagg import meanfield, models
 from fedagg.algorithms import guard
 from fedagg.algorithms.base import Algorithm, option, register
-from fedagg.clients import Clients, NoClients, Outcome
+from fedagg.clients import ClientReport, Clients, NoClients, Outcome
 from fedagg.errors import SettingError
 from fedagg.flat import Layout, Model
 from fedagg.memory import is_much
@@ -102,34 +102,46 @@ class FedAgg(Algorithm):
             return True
         # A client that makes only one step reports its loss before that step. If most do, the mean step of all clients is tried.
         single = clients.epochs * median(clients.batches) <= 1
-        answers = clients.rehearse(Work(clients.constant(STILL * self.lr), clip=math.inf, trial=not single)).values()
-        still = [report for report in answers if math.isfinite(report.loss) and math.isfinite(report.norm)]
+        still = self.at_rest(clients, trial=not single)
         if not still:  # no client answered; those of the next round are asked
             return True
-        if not any(report.first for report in still):  # none reported a loss
+        if not any(report.first for report in still.values()):  # none reported a loss
             self.state["tried"] = clients.total
             return True
-        self.state["norm"] = max(self.state["norm"], median(report.norm for report in still))
+        self.state["norm"] = max(self.state["norm"], median(report.norm for report in still.values()))
         if "heard" in self.state:
-            self.state["heard"] = all(report.norm for report in still) and (self.state["heard"] or not self.state["tried"])
-        first = self.state["start"] = sum(report.loss for report in still) / len(still)
+            everybody = all(report.norm for report in still.values())
+            self.state["heard"] = everybody and (self.state["heard"] or not self.state["tried"])
+        first = self.state["start"] = sum(report.loss for report in still.values()) / len(still)
         worst = first + abs(first)  # cap for losses, also those that are not finite
         common = clients.rehearsed.velocity if clients.rehearsed and single else None
-        losses: dict[int, float] = {}
+        losses, doubt = dict[int, float](), dict[int, float]()
         power: int | None = 0
         while power is not None and len(losses) < RATES:
             rate = self.lr * 2.0**power
             work = Work(clients.constant(rate), clip=self.limit(), trial=True)
             if common is not None:
                 work = replace(work, field=common[None], mix=torch.zeros(clients.epochs, 1), behind=rate)
-            answers = clients.rehearse(work).values()
-            tried = [answer.loss if common is None else answer.behind for answer in answers]
-            losses[power] = sum(loss if loss < worst else worst for loss in tried) / len(tried) if tried else worst
-            power = meanfield.next_power(losses, first)
+            answers = {client: each.loss if common is None else each.behind for client, each in clients.rehearse(work).items()}
+            tried = {client: loss if loss < worst else worst for client, loss in answers.items()}
+            losses[power] = sum(tried.values()) / len(tried) if tried else worst
+            changes = [loss - still[client].loss for client, loss in tried.items() if client in still]
+            doubt[power] = guard.doubt(torch.tensor(changes))
+            power = meanfield.next_power(losses, first, doubt[min(losses)])
         bold = BOLD if meanfield.gains(losses, first) else 0.0  # on a plateau the best rate is the highest already
         self.state["rate"] = min(before, self.lr * 2 ** (meanfield.best_power(losses, first) + bold))
         self.state["tried"] += len(still)
         return guard.enough(self.state["tried"], clients) or 0 < clients.rounds <= guard.FEW
+
+    def at_rest(self, clients: Clients, trial: bool) -> dict[int, ClientReport]:
+        """What participants report if they hardly move. If inputs are large, even that may be too far: then they move less."""
+        still: dict[int, ClientReport] = {}
+        for power in range(1, 5):
+            answers = clients.rehearse(Work(clients.constant(STILL**power * self.lr), clip=math.inf, trial=trial))
+            still = {client: one for client, one in answers.items() if math.isfinite(one.loss) and math.isfinite(one.norm)}
+            if not answers or any(one.loss <= guard.worse(one.first) for one in still.values()):
+                break
+        return still
 
     def own_rate(self, clients: Clients) -> float:
         """The rate of a client's own gradient in this round. If clients differ, every round adds noise in proportion
