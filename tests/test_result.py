@@ -62,6 +62,17 @@ def test_the_record_says_where_the_time_went(run: fedagg.Result) -> None:
     assert run.timing["first round"] + run.timing["rounds"] <= run.seconds + 0.0015  # three numbers that are rounded
 
 
+def test_the_names_of_classes_come_back(tmp_path: Path) -> None:
+    data = fedagg.Dataset.of(
+        {"a": [float(k % 3) for k in range(60)], "grade": [("poor", "fair", "good")[k % 3] for k in range(60)]}, target="grade"
+    )
+    result = fedagg.run(data=data, clients=3, rounds=20, lr=0.3, algorithm="fedavg", out=tmp_path / "run", progress=False)
+    again = fedagg.load(tmp_path / "run")
+    assert again.labels == result.labels == ("fair", "good", "poor")
+    assert [again.labels[k] for k in again.predict(torch.tensor([[0.0], [2.0]]))] == ["poor", "good"]
+    assert fedagg.run(rounds=1, clients=20, progress=False).labels is None
+
+
 def test_predictions_and_scores_are_those_of_the_run(run: fedagg.Result) -> None:
     """On the test set as it is stored: bytes are scaled, and the run's own standardisation is applied."""
     digits = fedagg.data.load("mnist-mini")

@@ -21,6 +21,7 @@ class Inputs:
         tokens: are samples integers, such as token ids?
         mean: what was subtracted from samples, if the run standardised them.
         std: what they were then divided by.
+        labels: the names of the classes, if they have any.
     """
 
     shape: tuple[int, ...]
@@ -29,12 +30,14 @@ class Inputs:
     mean: Tensor | None = None
     std: Tensor | None = None
     task: str = "classification"
+    labels: tuple[str, ...] | None = None
 
     @classmethod
     def of(cls, seen: Dataset) -> Inputs:
         """The inputs of a data set as clients see it."""
         mean, std = seen.scale if seen.scale is not None else (None, None)
-        return cls(seen.shape, seen.classes, not seen.x_train.dtype.is_floating_point, mean, std, seen.task)
+        tokens = not seen.x_train.dtype.is_floating_point
+        return cls(seen.shape, seen.classes, tokens, mean, std, seen.task, seen.labels)
 
     def scale(self) -> dict[str, Tensor]:
         """The mean and deviation of the standardisation, for a separate file."""
@@ -46,7 +49,8 @@ class Inputs:
 
     def facts(self) -> dict[str, Any]:
         """All fields for the record, except the numbers of the standardisation."""
-        return {"shape": list(self.shape), "classes": self.classes, "tokens": self.tokens, "task": self.task}
+        facts = {"shape": list(self.shape), "classes": self.classes, "tokens": self.tokens, "task": self.task}
+        return facts | ({} if self.labels is None else {"labels": list(self.labels)})
 
 
 class Standardised(nn.Module):

@@ -69,9 +69,9 @@ def inputs_of(run: Run) -> Inputs | None:
     """What the folder says about the samples; None from earlier versions and from servers of federations."""
     facts: Any = run.environment.get("inputs")
     try:
-        found = Inputs(
-            tuple(map(int, facts["shape"])), int(facts["classes"]), bool(facts["tokens"]), **scale_of(run), task=str(facts["task"])
-        )
+        shape, classes, tokens = tuple(map(int, facts["shape"])), int(facts["classes"]), bool(facts["tokens"])
+        labels = tuple(map(str, facts["labels"])) if "labels" in facts else None
+        found = Inputs(shape, classes, tokens, **scale_of(run), task=str(facts["task"]), labels=labels)
     except (KeyError, TypeError, ValueError):
         return None
     return found

@@ -128,6 +128,11 @@ class Result:
         """The model for samples from outside: preceded by the run's standardisation, if it had one."""
         return self.model if self.inputs is None else self.inputs.in_front(self.model)
 
+    @property
+    def labels(self) -> tuple[str, ...] | None:
+        """The names of the classes that `predict` numbers, if the run's data named them."""
+        return None if self.inputs is None else self.inputs.labels
+
     def outputs(self, x: Array) -> Tensor:
         """The network's outputs for samples, one row each. Samples are given as to `fedagg.Dataset`: images of bytes are scaled to
         [0, 1], and normalised if the run did so."""
