@@ -952,6 +952,8 @@ def test_what_nodes_remember_of_another_run_is_not_taken_for_this_one(other, tmp
 
 def test_settings_come_from_the_run_configuration():
     config, own = split({"clients": 5, "lr": 0.1, "downlink-bits": 3, "timeout": 30, "out": "", "quorum": 2})
+    with pytest.raises(SettingError, match="out = 'runs': give an absolute path"):
+        split({"clients": 5, "out": "runs"})
     assert (config.clients, config.lr, config.downlink_bits, config.participation) == (5, 0.1, 3, 1.0)
     assert own == {"timeout": 30.0, "quorum": 2}
     _, own = split({"clients": 5, "close-at": 0.8, "patience": 60})

@@ -26,7 +26,7 @@ def write(path: Path, content: bytes | str) -> None:
     except OSError as error:
         with suppress(OSError):
             aside.unlink()
-        fix = "free some space and continue with --resume, or choose another --out"
+        fix = "free some space and repeat the command, with --resume if a run had begun, or choose another --out"
         raise FedaggError(f"{path}: cannot be written ({reason(error)}); {fix}") from None
 
 

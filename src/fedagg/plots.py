@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from fedagg import files
 from fedagg.errors import need
 from fedagg.measure import ACCURACY, Measure
 
@@ -295,10 +296,9 @@ def displayed(figure: Figure) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write to a temporary file and move it into place; without a date, so that the same numbers give the same file."""
+    """Write the picture in one step; without a date, so that the same numbers give the same file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.stem}.part{path.suffix}")
-    undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix)
-    figure.savefig(aside, dpi=150, metadata=undated)
-    aside.replace(path)
+    undated, drawn = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix), io.BytesIO()
+    figure.savefig(drawn, format=path.suffix[1:] or None, dpi=150, metadata=undated)
+    files.write(path, drawn.getvalue())
     return path

@@ -84,6 +84,8 @@ def split(given: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
         raise SettingError("log", own["log"], "choose text or json")
     if not own.get("out", "x"):
         del own["out"]
+    if not Path(own.get("out", "/")).is_absolute():
+        raise SettingError("out", own["out"], "give an absolute path: the server does not run in your folder")
     own = {name.replace("-", "_"): value for name, value in own.items()}
     given = {key: value for key, value in given.items() if value or key not in ("task", "metric")}  # "" stands for none
     settings = {**CUSTOM, **{key.replace("-", "_"): value for key, value in given.items()}}
