@@ -117,6 +117,42 @@ def test_token_ids_of_different_lengths_are_padded() -> None:
     assert data.x_test.tolist() == [[2, 0, 0]]
 
 
+def test_samples_targets_and_users_must_be_as_many(tmp_path: Path) -> None:
+    for y in (Y[:15], np.tile(Y, 2)):
+        words = f"y_train = '{len(y)} labels': x_train has 20 samples; the two must agree"
+        refused(words, (X, y))
+        refused(words, (torch.tensor(X), torch.tensor(y)))
+        np.savez(tmp_path / "uneven.npz", x=X, y=y)
+        refused(words, tmp_path / "uneven.npz")
+        np.save(tmp_path / "x.npy", X)
+        np.save(tmp_path / "y.npy", y)
+        refused(words, tmp_path / "x.npy", target=str(tmp_path / "y.npy"))
+    refused("y_test = '3 labels': x_test has 4 samples", (X, Y), test=(X[:4], Y[:3]))
+    for users in (WHO[:5], np.tile(WHO, 2), "who"):
+        refused("give a whole number or a word for each of the 20 training samples", (X, Y), user=users)
+    refused("samples and targets need one row each", (3, 4))
+
+
+def test_test_samples_without_targets_are_refused(tmp_path: Path) -> None:
+    for name in ("x_test", "y_test"):
+        np.savez(tmp_path / "a.npz", x_train=X, y_train=Y, **{name: X if name == "x_test" else Y})
+        refused(f"has {name} alone; give both x_test and y_test, or neither", tmp_path / "a.npz")
+
+
+def test_torch_targets_may_be_words() -> None:
+    named: Any = [(torch.tensor([float(k)]), word) for k, word in enumerate(["dog", "cat", "dog"])]
+    whole: Any = torch.utils.data.Subset(named, range(3))
+    data = Dataset.of((whole, torch.utils.data.Subset(named, [1])))
+    assert (data.labels, data.y_train.tolist(), data.y_test.tolist()) == (("cat", "dog"), [1, 0, 1], [0])
+    for rows, what in (
+        ([("text", 0)], "samples"),
+        ([(torch.zeros(1), None)], "targets"),
+        ([(torch.zeros(1), {"box": 1})], "targets"),
+    ):
+        odd: Any = rows
+        refused(f"its {what} are not all numbers", torch.utils.data.Subset(odd, [0]))
+
+
 def test_sparse_matrices() -> None:
     sparse = pytest.importorskip("scipy.sparse")
     assert torch.equal(both(Dataset.of((sparse.csr_matrix(X), Y))), both(Dataset.of((X, Y))))
@@ -144,6 +180,12 @@ def test_a_frame() -> None:
     assert torch.equal(both(Dataset.of((frame()[["a", "b", "c"]], frame()["kind"]))), both(data))
 
 
+def test_arrow_tables() -> None:
+    arrow = pytest.importorskip("pyarrow")
+    data = Dataset.of(arrow.table({"a": X[:, 0], "b": X[:, 1], "y": Y}))
+    assert torch.equal(both(data), both(Dataset.of((X[:, :2], Y))))
+
+
 def test_categories_and_whole_numbers_are_classes_and_columns_of_numbers_are_features() -> None:
     category = frame(grade=pd.Categorical(np.where(Y, "b", "a"), categories=["b", "a"]))
     assert Dataset.of(category, target="grade", features=["a"]).labels == ("a", "b")
@@ -167,6 +209,72 @@ def test_categories_and_whole_numbers_are_classes_and_columns_of_numbers_are_fea
 )
 def test_wrong_columns_are_named(options: dict[str, Any], words: str) -> None:
     refused(words, frame(), **options)
+
+
+def test_the_columns_of_the_test_part_are_found_by_name(tmp_path: Path) -> None:
+    train, test = frame()[:15], frame(extra=1.0)[15:]
+    shuffled = test[["extra", "c", "kind", "a", "b"]]  # no users: test samples need none
+    for name, part in (("train", train), ("test", shuffled)):
+        part.to_csv(tmp_path / f"{name}.csv", index=False)
+    (tmp_path / "parquet").mkdir()
+    train.to_parquet(tmp_path / "parquet" / "train.parquet")
+    shuffled.to_parquet(tmp_path / "parquet" / "test.parquet")
+    roles = {"target": "kind", "user": "who"}
+    for made in (
+        Dataset.of((train, shuffled), **roles),
+        Dataset.of(train, test=shuffled, **roles),
+        Dataset.of(tmp_path, **roles),
+        Dataset.of((tmp_path / "train.csv", tmp_path / "test.csv"), **roles),
+        Dataset.of(tmp_path / "parquet", **roles),
+        Dataset.of(tmp_path / "parquet", memory=1e-7, **roles),  # samples on disk: 107 bytes
+    ):
+        assert torch.allclose(made.x_test, torch.tensor(X[15:]))
+        assert made.y_test.tolist() == Y[15:].tolist()
+    numbers = train[["a", "b", "c"]]
+    for pair in ((numbers, Y[:15], shuffled[["c", "extra", "a", "b"]], Y[15:]), (numbers, Y[:15], X[15:], Y[15:])):
+        assert torch.equal(Dataset.of(pair).x_test, torch.tensor(X[15:]))
+    words = "test = 'a': the training part has these columns, but the test part does not"
+    refused(words, (train, test.rename(columns={"a": "z"})), **roles)
+    refused(words, (numbers, Y[:15]), test=(test[["b", "c"]], Y[15:]))
+    refused("test = 'kind'", (train, test[["a", "b", "c"]]), **roles)
+
+
+def test_hugging_face_splits_may_order_their_columns_differently() -> None:
+    train = Hugging({"a": X[:, 0], "b": X[:, 1], "label": Y})
+    assert torch.equal(
+        Dataset.of({"train": train, "test": Hugging({"label": Y, "b": X[:, 1], "a": X[:, 0]})}).x_test, torch.tensor(X[:, :2])
+    )
+
+
+def test_the_target_is_no_feature() -> None:
+    words = "features = 'kind': is the target too"
+    refused(words, frame(), target="kind", features=["a", "kind"])
+    refused(words, frame(), target=["a", "kind"], features="kind")
+
+
+def test_columns_of_different_lengths_are_refused() -> None:
+    refused("features = 'b': has 2 rows, but a has 3", {"a": [1, 2, 3], "b": [1, 2], "y": [0, 1, 0]})
+    refused("target = 'q': has 2 rows, but p has 3", {"a": [1, 2, 3], "p": [1, 2, 3], "q": [1, 2]}, target=["p", "q"])
+    refused("y_train = '2 labels': x_train has 3 samples", {"a": [1, 2, 3], "y": [0, 1]})
+
+
+def test_an_empty_word_is_a_missing_value(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("a,y,who\n1,no,ann\n2, ,bob\n3,yes,\n")
+    refused("target = 'y': row 2 is empty; fill it in, or drop the row", path, features="a")
+    path.write_text("a,y,who\n1,no,ann\n2,yes,bob\n3,yes,\n")
+    refused("row 3 is empty", path, user="who")
+
+
+def test_whole_floats_are_labels_like_integers() -> None:
+    signs = frame(sign=np.where(Y, 1.0, -1.0))  # Y is 0, 1, 0, 1, ...
+    data = Dataset.of((signs, signs[1:3]), target="sign", features=["a"])
+    assert (data.task, data.labels, data.y_test.tolist()) == ("classification", ("-1", "1"), [1, 0])
+    assert data.y_train.tolist() == Y.tolist()
+    assert Dataset.of(frame(y=Y.astype(float)), features=["a"]).labels is None  # counts from 0 already
+    refused("nan: labels must be whole numbers", frame(y=[*[1.0] * 19, np.nan]), features=["a"], test=frame(y=1.0))
+    halves = Dataset.of(frame(y=Y / 2), features=["a"])
+    assert halves.task == "regression"
 
 
 def test_quantities_and_several_targets() -> None:
@@ -308,6 +416,9 @@ def test_a_folder_of_images_by_class(tmp_path: Path, monkeypatch: pytest.MonkeyP
     data = Dataset.of(tmp_path / "split")
     assert (data.y_train.tolist(), data.y_test.tolist(), data.shape) == ([0, 0, 0, 1, 1], [1], (3, 4, 5))
     assert (data.x_train[2, :, 0, 0] * 255).tolist() == pytest.approx([2, 2, 3])
+    pictures(tmp_path / "apart", {"fox": 1, "dog": 2})  # no cat, and a fox that training lacks
+    data = Dataset.of((tmp_path / "grey", tmp_path / "apart"))
+    assert (data.labels, data.y_test.tolist()) == (("cat", "dog", "fox"), [1, 1, 2])
     Image.new("L", (9, 9)).save(tmp_path / "grey" / "cat" / "odd.png")
     refused("is 9 x 9, but the first one is 5 x 4", tmp_path / "grey")
     (tmp_path / "grey" / "cat" / "odd.png").write_bytes(b"no picture")

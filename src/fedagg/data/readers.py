@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data import Dataset as TorchDataset
 
 from fedagg import seeding
-from fedagg.data import Dataset
+from fedagg.data import Dataset, owners
 from fedagg.data.mapped import READING, Mapped, memory_limit
 from fedagg.data.mapped import TEST as KEPT
 from fedagg.errors import FedaggError, SettingError, first_line, unknown
@@ -34,6 +34,7 @@ TARGETS = ("label", "labels", "target", "y")  # default names for a column of la
 PICTURES = (".png", ".jpg", ".jpeg")
 TEST = 0.2
 FEW = 1000  # a table's integer targets with at most this many values are taken as class names
+EXACT = 2**53  # up to here, floats hold every integer
 FORMS = (
     "give (x, y), (x, y, x_test, y_test), a table, a torch or Hugging Face data set, a pair of those (training, test), the path of "
     "a file or folder, or a fedagg.Dataset"
@@ -42,12 +43,14 @@ FORMS = (
 
 @dataclass(frozen=True)
 class Columns:
-    """The roles of a table's columns. `user` may also be the ids themselves. `room` is the limit for samples in bytes."""
+    """The roles of a table's columns. `user` may also be the ids themselves. `room` is the limit for samples in bytes. `test` says
+    that they are those of the training part, which the test part must have too."""
 
     target: Sequence[str] | str | None = None
     features: Sequence[str] | str | None = None
     user: Any = None
     room: float = math.inf
+    test: bool = False
 
     def split(self, table: Iterable[str]) -> tuple[list[str], list[str], str | None]:
         """The existing columns for targets, features and user."""
@@ -55,8 +58,29 @@ class Columns:
         target, user = target_of(names, self), self.user if isinstance(self.user, str) else None
         if user is not None and user not in names:
             raise unknown("user", user, names)
-        chosen = [name for name in names if name not in (*target, user)] if self.features is None else self.features
-        return target, [chosen] if isinstance(chosen, str) else list(chosen), user
+        features = self.features_in(names, without=(*target, user))
+        if both := [name for name in features if name in target]:
+            words = "is the target too, so a model would be told what it should predict; leave it out of the features"
+            raise SettingError("features", both[0], words)
+        return target, features, user
+
+    def features_in(self, table: Iterable[str], without: Sequence[str | None] = ()) -> list[str]:
+        """The chosen features, or all columns without those."""
+        names = list(table)
+        if self.features is None:
+            return [name for name in names if name not in without]
+        chosen = [self.features] if isinstance(self.features, str) else list(self.features)
+        self.check("features", chosen, names)
+        return chosen
+
+    def check(self, setting: str, chosen: Sequence[str], names: Iterable[str]) -> None:
+        """Refuse columns that do not exist."""
+        if not (missing := [name for name in chosen if name not in names]):
+            return
+        if self.test:
+            words = "the training part has these columns, but the test part does not; give both the same names, in any order"
+            raise SettingError("test", ", ".join(missing), words)
+        raise unknown(setting, missing[0], names)
 
 
 @dataclass(frozen=True)
@@ -66,9 +90,16 @@ class Part:
     users: Any = None
     names: tuple[str, ...] | None = None  # names of the classes
     table: bool = False
+    roles: Columns | None = None  # of the columns that were read, for tables and frames of samples
 
     def __len__(self) -> int:
         return len(self.y)
+
+    def for_test(self, columns: Columns) -> Columns:
+        """The columns to read from the test part: those of this training part, by name. Nobody needs the users of test samples."""
+        roles = self.roles or Columns()
+        target, features = roles.target or columns.target, roles.features or columns.features
+        return replace(columns, target=target, features=features, user=None, test=self.roles is not None)
 
     def rows(self, chosen: Array) -> Part:
         users = None if self.users is None else np.asarray(self.users)[chosen]
@@ -97,6 +128,9 @@ def dataset(
     room = memory_limit(memory)
     columns = Columns(target, features, user, room)
     train, own_test = read(source, columns)
+    refuse_uneven(train, "train")
+    if train.users is not None:
+        train = replace(train, users=owners(train.users, len(train)))
     if isinstance(train.x, np.memmap) and Mapped.size(train.x) > room:
         train = replace(train, x=Mapped(train.x, room))
     if test is not None and own_test is not None:
@@ -104,7 +138,8 @@ def dataset(
     if test is None or isinstance(test, int | float):
         train, tested = (train, own_test) if own_test is not None else split_off_test(train, TEST if test is None else test)
     else:
-        tested = read(test, replace(columns, user=None) if are_ids(user) else columns)[0]
+        tested = read(test, train.for_test(columns))[0]
+    refuse_uneven(tested, "test")
     train, tested = pad_to_width(train, tested), pad_to_width(tested, train)
     y_train, y_test, labels = number_labels(train, tested) if task in (None, "classification") else (train.y, tested.y, None)
     if name is None:
@@ -123,17 +158,18 @@ def read(source: Any, columns: Columns | None = None) -> tuple[Part, Part | None
         tested = next((key for key in ("test", "validation") if key in splits), None)
         if "train" not in splits:
             raise SettingError("data", ", ".join(map(str, splits)), "has no split named train; give one of its splits")
-        return read_part(source["train"], columns), None if tested is None else read_part(source[tested], columns)
+        train = read_part(source["train"], columns)
+        return train, None if tested is None else read_part(source[tested], train.for_test(columns))
     if isinstance(source, tuple | list):
         if len(source) == 4:
-            users = {"users": columns.user} if columns.user is not None else {}
-            return Part(array(source[0]), array(source[1]), **users), Part(array(source[2]), array(source[3]))
+            train = from_pair(source[0], source[1], columns)
+            return train, from_pair(source[2], source[3], train.for_test(columns))
         apart = getattr(source[-1], "ndim", 2) == 1 or all(str(one).endswith(".npy") for one in source)
         if len(source) == 2 and is_whole(source[0]) and not apart:
-            test_columns = replace(columns, user=None) if are_ids(columns.user) else columns
-            return read(source[0], columns)[0], read(source[1], test_columns)[0]
+            train = read(source[0], columns)[0]
+            return train, read(source[1], train.for_test(columns))[0]
         if len(source) == 2:
-            return Part(array(source[0]), array(source[1]), columns.user), None
+            return from_pair(source[0], source[1], columns), None
         raise SettingError("data", f"{type(source).__name__} of {len(source)}", FORMS)
     return read_part(source, columns), None
 
@@ -150,9 +186,13 @@ def read_part(source: Any, columns: Columns) -> Part:
     raise SettingError("data", type(source).__name__, FORMS)
 
 
-def are_ids(user: Any) -> bool:
-    """Are these the users of samples, and not the name of a column?"""
-    return user is not None and not isinstance(user, str)
+def from_pair(x: Any, y: Any, columns: Columns) -> Part:
+    """Samples and targets apart. The samples may be a frame, whose columns have names."""
+    if not hasattr(x, "columns"):
+        return Part(array(x), array(y), columns.user)
+    table = table_of(x) or {}
+    features = columns.features_in(table)
+    return Part(features_of(table, features), array(y), columns.user, roles=Columns(features=features))
 
 
 def is_whole(source: Any) -> bool:
@@ -185,8 +225,8 @@ def array(value: Any) -> Any:
 # --- torch -----------------------------------------------------------------------------------------------------------
 
 
-def stack_samples(samples: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every sample of a map-style dataset in one tensor. Transforms run once, here."""
+def stack_samples(samples: Any) -> tuple[torch.Tensor, Any]:
+    """Every sample of a map-style dataset in one tensor, and every target: words stay words. Transforms run once, here."""
     source: Any = samples.dataset if isinstance(samples, DataLoader) else samples
     if isinstance(source, IterableDataset) or not hasattr(source, "__len__"):
         raise SettingError("data", type(source).__name__, "has no length: give a map-style dataset, or arrays")
@@ -195,11 +235,22 @@ def stack_samples(samples: Any) -> tuple[torch.Tensor, torch.Tensor]:
     pairs = [source[i] for i in range(len(source))]
     if not pairs or not isinstance(pairs[0], tuple | list) or len(pairs[0]) != 2:
         raise SettingError("data", type(source).__name__, "must give (sample, target) for each index, and have some")
-    x, y = ([torch.as_tensor(pixels(part) if is_picture(part) else part) for part in parts] for parts in zip(*pairs, strict=True))
+    x, y = zip(*pairs, strict=True)
+    words = all(isinstance(target, str) for target in y)
+    return stack(source, x, "samples"), np.array(y) if words else stack(source, y, "targets")
+
+
+def stack(source: Any, rows: Sequence[Any], what: str) -> torch.Tensor:
+    """Rows of numbers in one tensor."""
     try:
-        return torch.stack(x), torch.stack(y)
+        tensors = [torch.as_tensor(pixels(row) if is_picture(row) else row) for row in rows]
+    except (TypeError, ValueError, RuntimeError) as error:
+        words = f"its {what} are not all numbers: {first_line(error)}; return tensors, numbers or, as targets, words"
+        raise SettingError("data", type(source).__name__, words) from None
+    try:
+        return torch.stack(tensors)
     except RuntimeError as error:
-        words = f"its samples differ in shape: {first_line(error)}; crop or pad them"
+        words = f"its {what} differ in shape: {first_line(error)}; crop or pad them"
     raise SettingError("data", type(source).__name__, words)
 
 
@@ -218,14 +269,13 @@ def table_of(source: Any) -> dict[str, Any] | None:
         return {name: channels_first(whole[name]) if name in pictures else whole[name] for name in source.column_names}
     if not is_table(source):
         return None
-    return {str(name): source[name] for name in (source if isinstance(source, Mapping) else source.columns)}
+    names = source if isinstance(source, Mapping) else getattr(source, "column_names", source.columns)  # the former in pyarrow
+    return {str(name): source[name] for name in names}
 
 
 def target_of(table: Sequence[str] | Mapping[str, Any], columns: Columns) -> list[str]:
     chosen = [columns.target] if isinstance(columns.target, str) else list(columns.target or ())
-    for name in chosen:
-        if name not in table:
-            raise unknown("target", name, table)
+    columns.check("target", chosen, table)
     if chosen := chosen or [name for name in TARGETS if name in table][:1]:
         return chosen
     raise SettingError("target", None, f"name the column that holds the labels: {', '.join(table)}")
@@ -233,22 +283,44 @@ def target_of(table: Sequence[str] | Mapping[str, Any], columns: Columns) -> lis
 
 def from_table(table: Mapping[str, Any], columns: Columns) -> Part:
     target, features, user = columns.split(table)
-    return part_with_target(features_of(table, features), table, target, columns.user if user is None else table[user])
+    users = columns.user if user is None else table[user]
+    return part_with_target(features_of(table, features), table, Columns(target, features, users))
 
 
-def part_with_target(x: Array, table: Mapping[str, Any], target: list[str], users: Any) -> Part:
-    y = [column_array(name, table[name]) for name in target]
-    return Part(x, y[0] if len(y) == 1 else np.column_stack(y), None if users is None else column_array("user", users), table=True)
+def part_with_target(x: Array, table: Mapping[str, Any], roles: Columns) -> Part:
+    """The part with these samples. The targets are read from the table; the users are those of the roles."""
+    found = {name: column_array(name, table[name]) for name in roles.target or ()}
+    refuse_uneven_columns("target", found)
+    for name, column in found.items():
+        refuse_empty("target", name, column)
+    y = next(iter(found.values())) if len(found) == 1 else np.column_stack(list(found.values()))
+    users = None if roles.user is None else column_array("user", roles.user)
+    if users is not None:
+        refuse_empty("user", "the column", users)
+    return Part(x, y, users, table=True, roles=roles)
+
+
+def refuse_uneven_columns(setting: str, found: Mapping[str, Array]) -> None:
+    """Refuse columns of different lengths."""
+    rows = {name: len(column) if column.ndim else 1 for name, column in found.items()}
+    first = next(iter(rows))
+    if odd := [name for name in rows if rows[name] != rows[first]]:
+        words = f"has {rows[odd[0]]} rows, but {first} has {rows[first]}; give columns of one length"
+        raise SettingError(setting, odd[0], words)
+
+
+def refuse_empty(setting: str, name: str, column: Array) -> None:
+    """Refuse words that are empty: a file has no other way to say that a value is missing."""
+    if column.dtype.kind in "US" and len(empty := np.flatnonzero(np.char.str_len(np.char.strip(column)) == 0)):
+        raise SettingError(setting, name, f"row {int(empty[0]) + 1} is empty; fill it in, or drop the row")
 
 
 def features_of(table: Mapping[str, Any], chosen: list[str]) -> Array:
     """Columns of numbers side by side as float32; or the single column that holds an array per row, unchanged."""
     if not chosen:
         raise SettingError("features", chosen, f"name at least one column of {', '.join(table)}")
-    for name in chosen:
-        if name not in table:
-            raise unknown("features", name, table)
     found = {name: column_array(name, table[name]) for name in chosen}
+    refuse_uneven_columns("features", found)
     deep = [name for name, column in found.items() if column.ndim > 1]
     if deep and len(found) > 1:
         raise SettingError(
@@ -316,8 +388,8 @@ def from_folder(folder: Path, columns: Columns) -> tuple[Part, Part | None]:
     """Images by class, in train and test or all together; or tables or arrays with those names."""
     for ending in (".csv", ".parquet"):
         if (train := folder / f"train{ending}").is_file():
-            tested = train.with_stem("test")
-            return from_path(train, columns)[0], from_path(tested, columns)[0] if tested.is_file() else None
+            part, tested = from_path(train, columns)[0], train.with_stem("test")
+            return part, from_path(tested, part.for_test(columns))[0] if tested.is_file() else None
     if (folder / "x_train.npy").is_file():
         held = {name: npy(folder / f"{name}.npy", "dataset") for name in ARRAYS if (folder / f"{name}.npy").is_file()}
         return from_arrays(folder, held)
@@ -424,7 +496,7 @@ def from_parquet(path: Path, columns: Columns) -> Part:
             batches = (features_of(numpy_of(some), features) for some in file.iter_batches(rows, columns=features))
             x = write_temporary(batches, about.num_rows)
             table = numpy_of(file.read([*target, *([] if user is None else [user])]))
-            return part_with_target(x, table, target, columns.user if user is None else table[user])
+            return part_with_target(x, table, Columns(target, features, columns.user if user is None else table[user]))
     except FedaggError:
         raise
     except Exception as error:  # pyarrow's own errors, and those of the file system
@@ -469,8 +541,10 @@ def from_arrays(path: Path, found: Mapping[str, Array], names: str = "") -> tupl
     if not x:
         words = f"needs x_train and y_train, or x and y, and optionally x_test, y_test and users; it has {names}"
         raise SettingError("dataset", str(path), words)
-    tested = Part(found["x_test"], found["y_test"]) if "x_test" in found and "y_test" in found else None
-    return Part(found[x], found[y], found.get("users")), tested
+    tested = [name for name in ("x_test", "y_test") if name in found]
+    if len(tested) == 1:
+        raise SettingError("dataset", str(path), f"has {tested[0]} alone; give both x_test and y_test, or neither")
+    return Part(found[x], found[y], found.get("users")), Part(found["x_test"], found["y_test"]) if tested else None
 
 
 def from_npy(path: Path, columns: Columns) -> Part:
@@ -493,10 +567,16 @@ def npy(path: Path, setting: str) -> Array:
 
 
 def number_labels(train: Part, test: Part) -> tuple[Any, Any, tuple[str, ...] | None]:
-    """Words as numbers, over both parts, and the words in that order; also a table's integers that do not count from 0."""
+    """Words as numbers, over both parts, and the words in that order; also a table's integers that do not count from 0. Parts that
+    name their classes differently are renumbered; negative labels, which name none, are left to be refused."""
+    if train.names is not None and test.names not in (None, train.names) and test.y.dtype.kind in "iu":
+        every = tuple(dict.fromkeys((*train.names, *test.names)))
+        places = np.array([every.index(name) for name in test.names])
+        return train.y, np.where(test.y < 0, test.y, places[test.y]), every
     if train.names is not None or not all(isinstance(part.y, np.ndarray) and part.y.ndim == 1 for part in (train, test)):
         return train.y, test.y, train.names
     both = np.concatenate([train.y, test.y])
+    both = as_integers(both) if train.table else both
     words = both.dtype.kind in "OUSb"
     if not words and not (train.table and both.dtype.kind in "iu"):
         return train.y, test.y, None
@@ -504,6 +584,22 @@ def number_labels(train: Part, test: Part) -> tuple[Any, Any, tuple[str, ...] | 
     if not words and (len(names) > FEW or np.array_equal(names, np.arange(len(names)))):
         return train.y, test.y, None
     return numbers[: len(train)], numbers[len(train) :], tuple(str(name) for name in names)
+
+
+def as_integers(numbers: Array) -> Array:
+    """Floats without fractions as integers, since a column of integers is often kept as floats; others unchanged."""
+    if numbers.dtype.kind != "f" or not bool(((np.abs(numbers) <= EXACT) & (numbers == np.trunc(numbers))).all()):
+        return numbers
+    return numbers.astype(np.int64)
+
+
+def refuse_uneven(part: Part, which: str) -> None:
+    """Refuse samples and targets of different number. Called before any are held out, which would hide it."""
+    x, y = tuple(part.x.shape), tuple(part.y.shape)
+    if not (x and y):
+        raise SettingError("data", "a single number", f"samples and targets need one row each; {FORMS}")
+    if x[0] != y[0]:
+        raise SettingError(f"y_{which}", f"{y[0]} labels", f"x_{which} has {x[0]} samples; the two must agree")
 
 
 def pad_to_width(part: Part, other: Part) -> Part:
