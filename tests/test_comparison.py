@@ -5,6 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +18,7 @@ import pytest
 
 import fedagg
 import tiny
-from fedagg import cli, trackers
+from fedagg import cli, comparison, trackers
 from fedagg.errors import SettingError
 from fedagg.reproduce import running
 from fedagg.scores import Score, sheet, standings
@@ -128,6 +134,30 @@ def test_side_by_side_gives_the_same(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert tiny.same_run(tmp_path / "one" / method, tmp_path / "two" / method)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
+def test_a_killed_command_leaves_no_process_behind(tmp_path: Path) -> None:
+    rows = [tmp_path / method / "metrics.jsonl" for method in ("fedavg", "fedcm")]
+    command = [sys.executable, "-m", "fedagg", "compare", "fedavg,fedcm", *FLAGS, "--rounds", "1000000", "--jobs", "2", "--quiet"]
+    command += ["--checkpoint-every", "1", "--out", str(tmp_path)]
+    # Every process of the command holds the pipe, so it ends when all of them are gone. Their session is ended if the test fails.
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        end = time.monotonic() + 120
+        while not all(path.exists() and path.read_bytes().count(b"\n") > 1 for path in rows):  # so there is a checkpoint
+            assert parent.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        parent.kill()
+        parent.communicate(timeout=20)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(parent.pid, signal.SIGKILL)
+        parent.wait()
+    for path in rows:  # nobody uses the folders any more
+        done = len(path.read_bytes().splitlines())
+        assert len(fedagg.run(resume=path.parent, stop_at=0.001, progress=False).history) <= done + 1
+
+
 def test_every_run_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     followed: list[str] = []
 
@@ -169,8 +199,13 @@ def test_jobs_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "more"),
     [
-        ("target = 80", {"target": 80}),
+        ("target = 80: give the accuracy to reach as a share", {"target": 80}),
+        ("target = 80: give the accuracy to reach as a share", {"target": 80, "metric": "accuracy"}),
         ("seeds = 0", {"seeds": 0}),
+        ("seeds = []", {"seeds": []}),
+        ("seeds = 1.5", {"seeds": 1.5}),
+        ("seeds = '34'", {"seeds": "34"}),
+        ("seed = 1: all seeds are listed in seeds", {"seeds": [3, 4], "seed": 1}),
         ("jobs = 'some'", {"jobs": "some"}),
         ("track = 'tensorboard': needs a folder", {"track": "tensorboard"}),
         ("mu = 5: fedavg has no such option", {"mu": 5}),
@@ -180,6 +215,36 @@ def test_what_cannot_be_compared_is_refused(words: str, more: dict[str, Any]) ->
     with pytest.raises(SettingError) as error:
         fedagg.compare("fedavg", **TINY | more)
     assert str(error.value).startswith(words)
+
+
+def test_a_target_is_checked_against_the_metric_of_the_data() -> None:
+    given: dict[str, Any] = {"data": tiny.dataset(), "model": tiny.network(), "clients": 6, "rounds": 1, "engine": "sequential"}
+    with pytest.raises(SettingError, match="target = 90: give the accuracy to reach as a share"):
+        fedagg.compare("fedavg", target=90, **given)
+
+    def margin(output: Any, y: Any) -> Any:
+        return output.max(1).values
+
+    found = fedagg.compare("fedavg", target=-90, metric=margin, **given)  # any number, and always reached in the first round
+    assert found.standings[0].rounds_to_target == 1
+    with pytest.raises(SettingError, match="target = inf: give the margin to reach, a finite number"):
+        fedagg.compare("fedavg", target=float("inf"), metric=margin, **given)
+
+
+def test_settings_for_each_method_are_refused() -> None:
+    with pytest.raises(SettingError) as error:
+        fedagg.compare({"fedagg": {}, "fedavg": {"lr": 0.3}}, **TINY)
+    assert str(error.value).startswith(
+        "methods = {'fedagg': {}, 'fedavg': {'lr': 0.3}}: give a list of names; settings are keywords"
+    )
+
+
+def test_seeds_may_be_listed() -> None:
+    found = fedagg.compare("fedavg", seeds=[7, 3, 7], **TINY | {"rounds": 1})
+    assert [result.config.seed for result in found.results] == [7, 3]
+    assert found.title.endswith("seeds 3, 7")
+    assert comparison.task(found.results[0].config, [4, 3]).endswith("seeds 3 to 4")
+    assert comparison.list_seeds(3, 5) == [5, 6, 7]
 
 
 def folder(path: Path, seed: int, *accuracies: float, **settings: Any) -> None:

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import signal
 import statistics
+import subprocess
+import sys
+import time
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +20,11 @@ import pytest
 
 import fedagg
 import tiny
-from fedagg import cli
+from fedagg import cli, plots
 from fedagg.config import Config, make
 from fedagg.errors import FedaggWarning, SettingError
 from fedagg.measure import ACCURACY, Measure
+from fedagg.reproduce.results import Store
 from fedagg.tuning import Plan, Tuned
 
 SMALL: dict[str, Any] = {"rounds": 2, "clients": 20, "participation": 0.1, "epochs": 1, "engine": "batched"}
@@ -230,6 +238,42 @@ def test_the_stopped_command_says_how_to_continue(
     assert (folder / "best.toml").exists()
 
 
+# Python runs this before anything else: a worker that says when it has been started, and takes a while to import.
+SLOW_START = """
+import sys, time
+from pathlib import Path
+if "--multiprocessing-fork" in sys.orig_argv:
+    Path(__file__).with_name("started").touch()
+    time.sleep(2)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no process groups to interrupt")
+def test_ctrl_c_while_workers_start_is_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SLOW_START, encoding="utf-8")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "fedagg", "tune", "fedavg", *FLAGS, "--grid", "lr=0.1,0.3", "--jobs", "2"]
+    command += ["--rounds", "100000", "--out", str(tmp_path / "out")]
+    parent = subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        end = time.monotonic() + 120
+        while not (tmp_path / "started").exists():
+            assert parent.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        os.killpg(parent.pid, signal.SIGINT)
+        told = parent.communicate(timeout=60)[1]
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(parent.pid, signal.SIGKILL)
+        parent.wait()
+    assert parent.returncode == 130
+    assert "Traceback" not in told
+    assert "stopped: 0 of 4 cells done, 0 failed, 4 left; the same command resumes from here" in " ".join(told.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -332,6 +376,47 @@ def test_the_sweep_command_continues(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert call("sweep", "fedavg", *FLAGS, "--grid", "shards=2,100000", "--partition", "shards", "--out", str(tmp_path / "t")) == 2
     assert "100000" in capsys.readouterr().err
     assert not (tmp_path / "t").exists()  # refused before anything was run
+
+
+def test_infinity_is_a_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["sweep", "fedavg", *FLAGS, "--partition", "dirichlet", "--grid", "sigma=0.5,inf", "--json", "--out", str(tmp_path)]
+    assert call(*command) == 0
+    first = capsys.readouterr()
+    assert [point["sigma"] for point in json.loads(first.out)["points"]] == [0.5, "inf"]  # JSON has no infinity
+    assert (tmp_path / "accuracy.png").exists()
+    assert call(*command) == 0
+    again = capsys.readouterr()
+    assert ": done" not in again.err  # what is stored is found again
+    assert again.out == first.out
+    (whole,) = (one.config for one in Store(tmp_path).all() if one.config["sigma"] == "inf")
+    assert make({name: value for name, value in whole.items() if value is not None}).sigma == math.inf
+
+
+def drawn(monkeypatch: pytest.MonkeyPatch, grid: dict[str, Any], **settings: Any) -> tuple[Any, str]:
+    """The point that has a star in the plot of a sweep, and the title."""
+    seen: list[Any] = []
+    monkeypatch.setattr(plots, "over_grid", lambda *given: seen.append(given))
+    plan = Plan.make("fedavg", grid, {"dataset": "mnist-mini", "clients": 20, **settings}, seeds=[0], choosing=False)
+    plan.try_in_order(lambda cells: True, lambda c: (c.lr, 1.0, ACCURACY)).plot("none.png")
+    return seen[0][2], seen[0][4]
+
+
+def test_the_plot_of_a_sweep_marks_no_point_and_names_no_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    about = "fedavg on mnist-mini, linear"
+    assert drawn(monkeypatch, {"partition": ["iid", "shards"]}) == (None, f"{about}, 20 clients, 20 % a round, seed 0")
+    sigma = drawn(monkeypatch, {"sigma": [0.1, 1.0]}, partition="dirichlet")
+    assert sigma == (None, f"{about}, dirichlet, 20 clients, 20 % a round, seed 0")
+    three = drawn(monkeypatch, {"epochs": [1, 3], "batch_size": [8, 16], "lr": [0.1, 0.2]})
+    assert three == (None, f"{about}, iid, 20 clients, 20 % a round, seed 0, each at its best lr")
+
+
+def test_a_plot_without_a_star(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for axes in ({"sigma": [0.1, math.inf]}, {"sigma": [0.1, math.inf], "epochs": [1, 3]}):
+        plan = Plan.make("fedavg", axes, {"partition": "dirichlet"}, seeds=[0], choosing=False)
+        swept = plan.try_in_order(lambda cells: True, lambda c: (0.5, 1.0, ACCURACY))
+        path = swept.plot(tmp_path / "a.svg")
+        assert "★" not in path.read_text(encoding="utf-8")
 
 
 def test_optuna_looks_between_the_ends(tmp_path: Path) -> None:

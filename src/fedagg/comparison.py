@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import math
+import operator
 import tempfile
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 import fedagg
-from fedagg import checks, files, plots, plugins, record, runs, scores, sheets, trackers
+from fedagg import checks, files, plots, plugins, record, runs, scores, sheets, tasks, trackers
 from fedagg.callbacks import Callback
 from fedagg.config import Config, make, read, resolve_each
 from fedagg.data import Dataset
@@ -134,8 +135,10 @@ def score(result: Result) -> Score:
 
 def task(c: Config, seeds: Sequence[int]) -> str:
     """One line that says what the figures refer to."""
-    first, last = min(seeds), max(seeds)
-    which = f"seed {first}" if first == last else f"seeds {first} to {last}"
+    known = sorted(set(seeds))
+    first, last = known[0], known[-1]
+    listed = f"{first} to {last}" if known == list(range(first, last + 1)) else ", ".join(map(str, known))
+    which = f"seed {first}" if first == last else f"seeds {listed}"
     words = f"{c.dataset}, {c.model}, {c.partition}, {c.clients} clients, {100 * c.participation:g} % a round, {which}"
     return f"{words}, scored on {runs.held_back(c)}" if c.validation else words
 
@@ -158,7 +161,7 @@ def compare(
     loss: Loss | None = None,
     metric: Metric | str | Callable[[Tensor, Tensor], Tensor] | None = None,
     preset: str | None = None,
-    seeds: int = 1,
+    seeds: int | Iterable[int] = 1,
     jobs: int | str = 1,
     target: float | None = None,
     track: str = "",
@@ -168,28 +171,28 @@ def compare(
     """Run several methods side by side, with the same partition, participants and initial weights.
 
     Args:
-        methods: names of methods; the others are compared with the first.
+        methods: names of methods, separated by commas or as a list; the others are compared with the first.
         data: your own data in place of a named set, in any form that `fedagg.run` takes.
         model: a name, or your own module.
         loss: per-sample loss of (output, target), (B,); the task's by default.
         metric: what methods are judged by, as `fedagg.run` takes it; the task's by default.
         preset: the settings to start from.
-        seeds: how many seeds to run every method with, starting at `seed`.
+        seeds: how many seeds to run every method with, starting at `seed`; or a list of the seeds.
         jobs: runs at once, each in its own process with its share of the cores; `auto` for one per core.
         target: count the rounds and bytes until the metric was this good; an accuracy as a share.
         track: follow the runs live, as `--track` does; needs `out`.
         out: a folder, which gets a run folder for each run; the same call continues from there. Without one nothing is kept.
         settings: settings for all runs, as `fedagg.run` takes them. An option of a method goes to the methods that have it.
     """
-    target, folder = scores.check_target(target, data is None and metric is None), checks.path("out", out)
+    folder = checks.path("out", out)
     if isinstance(model, str):
         settings["model"], model = model, None
     if isinstance(metric, str):
         settings["metric"], metric = metric, None
     data = checks.samples(data, None, None, settings)
     settings |= checks.describe_arguments(data, model, None)
-    names = methods.split(",") if isinstance(methods, str) else list(methods)
-    configs, given = plan_runs(names, settings, None, preset, seeds, data)
+    configs, given = plan_runs(names_of(methods), settings, None, preset, seeds, data)
+    scores.check_target(target, judge(configs[0], given, metric))
     mine = [word for word, thing in (("data", data), ("model", model)) if thing is not None]
     mine += [word for word, thing in (("loss", loss), ("metric", metric)) if thing is not None]
     jobs = running.processes(jobs, len(configs))
@@ -207,24 +210,50 @@ def compare(
         return found if folder is not None else replace(found, results=[replace(one, run=None) for one in found.results])
 
 
+def names_of(methods: str | Iterable[str]) -> list[str]:
+    """The names of the methods, given as text or as a list. A dictionary would lose its values, so it is refused."""
+    if isinstance(methods, Mapping):
+        words = "give a list of names; settings are keywords, and hold for all methods (mu=0.1 for those that have a mu)"
+        raise SettingError("methods", dict(methods), f"{words}; for others, fedagg.run each, or fedagg.tune one")
+    return methods.split(",") if isinstance(methods, str) else list(methods)
+
+
+def judge(config: Config, given: Dataset, metric: Metric | Callable[[Tensor, Tensor], Tensor] | None = None) -> Measure:
+    """What the runs will be judged by: `metric` from Python, else the one that the settings name, else the task's."""
+    return tasks.find(given.task).judged_by(config.metric if metric is None else metric).metric
+
+
 def plan_runs(
     names: Sequence[str],
     settings: Mapping[str, Any],
     file: Path | None,
     preset: str | None,
-    seeds: int,
+    seeds: int | Iterable[int],
     data: Dataset | None = None,
 ) -> tuple[list[Config], Dataset]:
     """The runs and their data. Seeds are the outer loop, so that a comparison cut short is a complete one with fewer seeds."""
     names = [name.strip() for name in names if name.strip()]
     if not names:
         raise SettingError("algorithms", "", "name at least one method, e.g. fedagg,fedavg")
-    if seeds < 1:
-        raise SettingError("seeds", seeds, "run every method with at least one")
+    if isinstance(seeds, Iterable) and settings.get("seed") is not None:
+        raise SettingError("seed", settings["seed"], "all seeds are listed in seeds; leave one of the two out")
     named = resolve_each(names, settings, file, preset)
+    chosen = list_seeds(seeds, named[0].seed)
     given = data or chosen_data(named[0])
     first = list({config.method: with_client_count(config, given) for config in named}.values())
-    return [config.changed(seed=config.seed + k) if k else config for k in range(seeds) for config in first], given
+    return [config if seed == config.seed else config.changed(seed=seed) for seed in chosen for config in first], given
+
+
+def list_seeds(seeds: int | Iterable[int], first: int) -> list[int]:
+    """A number of seeds from the first on, or those that are listed, each once."""
+    if isinstance(seeds, Iterable):
+        given = list(seeds)
+        listed = [] if any(not hasattr(seed, "__index__") for seed in given) else list(dict.fromkeys(map(operator.index, given)))
+    else:
+        listed = list(range(first, first + seeds)) if hasattr(seeds, "__index__") else []
+    if not listed:
+        raise SettingError("seeds", seeds, "run every method with at least one; give their number, or a list of them")
+    return listed
 
 
 def first_seeds(configs: Sequence[Config]) -> list[Config]:

@@ -6,6 +6,7 @@ Matplotlib is imported only when something is drawn, so commands that draw nothi
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -190,23 +191,23 @@ def label_maps(
 def over_grid(
     axes: Mapping[str, Sequence[Any]],
     at: Mapping[tuple[Any, ...], tuple[float, float]],
-    best: tuple[Any, ...],
+    best: tuple[Any, ...] | None,
     path: Path,
     title: str,
     what: str,
     metric: Measure = ACCURACY,
     scattered: bool = False,
 ) -> Path:
-    """A metric over a grid: a line with deviations for one axis, a heat map for two; the best point has a star. `at` has mean and
-    deviation of the points that were tried. If these are `scattered` over two axes, they are drawn as dots."""
+    """A metric over a grid: a line with deviations for one axis, a heat map for two; the `best` point, if one was chosen, has a
+    star. `at` has mean and deviation of the points that were tried. If they are `scattered` over two axes, they are dots."""
     figure, ((each,),) = canvas(1, 1, (7.5, 4.6))
     (name, values), *second = ((name, in_order(values)) for name, values in axes.items())
     if second and scattered:
         other = second[0][0]
         across, up = ([point[k] if is_numeric([point[k]]) else str(point[k]) for point in at] for k in (0, 1))
         dots = each.scatter(across, up, c=[metric.scale * mean for mean, _ in at.values()], cmap="viridis", s=60)
-        k = list(at).index(best)
-        each.scatter([across[k]], [up[k]], marker="*", s=300, facecolors="none", edgecolors=COLOURS[1])
+        for k in [list(at).index(best)] if best is not None else []:
+            each.scatter([across[k]], [up[k]], marker="*", s=300, facecolors="none", edgecolors=COLOURS[1])
         for values_on, scale in ((values, each.set_xscale), (second[0][1], each.set_yscale)):
             if is_numeric(values_on) and min(values_on) > 0 and max(values_on) >= 10 * min(values_on):
                 scale("log")
@@ -227,11 +228,13 @@ def over_grid(
         each.set(xlabel=name, ylabel=other)
         figure.colorbar(image, label=f"{what}{metric.unit}")
     else:
-        numeric, tried = is_numeric(values), [value for value in values if (value,) in at]
+        numeric = is_numeric(values) and math.inf not in values  # infinity is a word: it has no place on a scale
+        tried = [value for value in values if (value,) in at]
         x = tried if numeric else list(map(str, tried))
         means, spreads = (metric.scale * np.array([at[(value,)][k] for value in tried]) for k in (0, 1))
         each.errorbar(x, means, yerr=np.nan_to_num(spreads), marker="o", capsize=3, color=COLOURS[0])
-        each.plot([x[tried.index(best[0])]], [metric.scale * at[best][0]], marker="*", markersize=16, color=COLOURS[1])
+        if best is not None:
+            each.plot([x[tried.index(best[0])]], [metric.scale * at[best][0]], marker="*", markersize=16, color=COLOURS[1])
         if numeric and min(tried) > 0 and max(tried) >= 10 * min(tried):
             each.set_xscale("log")
             if not scattered:

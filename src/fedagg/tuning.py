@@ -267,6 +267,11 @@ class Swept:
         return self.trials
 
     @property
+    def best(self) -> Point | None:
+        """The point that was chosen: none, because a sweep does not choose."""
+        return None
+
+    @property
     def metric(self) -> Measure:
         """The metric by which the points are judged."""
         return self.trials[0].metric
@@ -313,10 +318,15 @@ class Swept:
         tried = {name: tuple(dict.fromkeys(trial.settings[name] for trial in self.trials)) for name in names}
         searched = self.plan.draws is not None
         axes = tried if searched else {name: self.plan.axes[name] for name in names}
-        best, c = tuple(ordered[0].settings[name] for name in names), ordered[0].config
-        title = f"{c.method} on {c.dataset}, {c.model}, {c.partition}: best {label(ordered[0].settings)}"
-        what = runs.metric_name(self.metric.label, [c])
-        return plots.over_grid(axes, at, best, Path(path), title, what, self.metric, searched)
+        best = None if self.best is None else tuple(self.best.settings[name] for name in names)
+        what = runs.metric_name(self.metric.label, [ordered[0].config])
+        return plots.over_grid(axes, at, best, Path(path), self.title(names), what, self.metric, searched)
+
+    def title(self, drawn: Sequence[str]) -> str:
+        """The title of the plot, without what is on its axes."""
+        others = [name for name, values in self.plan.axes.items() if name not in drawn and len(values) > 1]
+        about = f"{self.trials[0].config.method} on {task(self.trials[0].config, self.plan)}"
+        return f"{about}, each at its best {' and '.join(others)}" if others else about
 
 
 @dataclass(frozen=True)
@@ -333,6 +343,10 @@ class Tuned(Swept):
     @property
     def best(self) -> Point:
         return self.trials[0]
+
+    def title(self, drawn: Sequence[str]) -> str:
+        c = self.best.config
+        return f"{c.method} on {c.dataset}, {c.model}, {c.partition}: best {label(self.best.settings)}"
 
     @property
     def edges(self) -> list[str]:
@@ -525,7 +539,8 @@ def limits(name: str, config: Config) -> Mapping[str, float]:
 
 def task(c: Config, plan: Plan) -> str:
     """One line that says what the figures refer to; settings on the grid are left out."""
-    about = {"dataset": c.dataset, "model": c.model, "partition": runs.split(c), "clients": f"{c.clients} clients"}
+    split = c.partition if OF_PARTITIONS.keys() & plan.axes.keys() else runs.split(c)
+    about = {"dataset": c.dataset, "model": c.model, "partition": split, "clients": f"{c.clients} clients"}
     about["participation"] = f"{100 * c.participation:g} % a round"
     words = [word for name, word in about.items() if name not in plan.axes]
     seeds = f"seed{'s' if len(plan.seeds) > 1 else ''} {', '.join(map(str, plan.seeds))}"

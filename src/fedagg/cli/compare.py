@@ -55,8 +55,8 @@ def compare(
     names = algorithms.split(",")
     if config is not None and str(config) in REGISTRY and not config.exists():
         raise SettingError("config", str(config), f"is a method; separate methods by commas: {algorithms},{config}")
-    scores.check_target(target, not (settings.get("task") or settings.get("metric")))
     configs, given = comparison.plan_runs(names, settings, config, preset, seeds)
+    scores.check_target(target, comparison.judge(configs[0], given))
     side_by_side = running.processes(jobs, len(configs))
     folder = out_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-compare"
     shown = comparison.Watch() if quiet else comparison.Watch(live, board)

@@ -22,7 +22,7 @@ from fedagg.config import Config, collect_settings, options_of
 from fedagg.errors import FedaggWarning, MissingError, SettingError
 from fedagg.from_config import chosen_data
 from fedagg.reproduce import running
-from fedagg.reproduce.results import Store
+from fedagg.reproduce.results import Store, in_json
 from fedagg.tuning import SEEDS, TASK, VALIDATION, Found, Plan, R, Run, Swept, finite, score
 
 GRID = "a setting or option and the values to try, e.g. lr=0.01,0.1; give --grid once for each axis"
@@ -111,7 +111,7 @@ def sweep(
         return status
     picture = draw(found, folder / f"{found.metric.key}.png")
     if as_json:
-        sys.stdout.write(json.dumps({"points": found.rows(), "plot": picture and str(picture)}) + "\n")
+        sys.stdout.write(json.dumps({"points": list(map(in_json, found.rows())), "plot": picture and str(picture)}) + "\n")
         return status
     show_sheet(found.sheet(), form)
     if picture and form == "text":

@@ -49,6 +49,11 @@ def settings(config: Config) -> dict[str, Any]:
     return {k: v for k, v in config.flat().items() if k not in NO_EFFECT}
 
 
+def in_json(values: dict[str, Any]) -> dict[str, Any]:
+    """Settings as they are stored. JSON has no infinity, which sigma may be; its name as text is read as the same setting."""
+    return {name: str(value) if value == math.inf else value for name, value in values.items()}
+
+
 def key(config: Config) -> str:
     """The name of a cell: its main settings in readable form, and a hash of all that differ from the defaults.
 
@@ -85,7 +90,7 @@ class Store:
         cell = self.cells(path).get(name)
         if cell is None:
             return None
-        found, wanted = measured(path, name, cell), settings(config)
+        found, wanted = measured(path, name, cell), in_json(settings(config))
         return found if all(wanted[k] == v for k, v in found.config.items() if k in wanted and v is not None) else None
 
     def put(self, result: Result, environment: dict[str, Any]) -> None:
@@ -151,7 +156,7 @@ def describe(result: Result, environment: dict[str, Any]) -> dict[str, Any]:
         "rounds": len(result.history),
         "figures": {name: number(value) for name, value in result.figures.items()},
         "curve": curve,
-        "config": settings(result.config) | {"eval_every": result.config.eval_every},
+        "config": in_json(settings(result.config)) | {"eval_every": result.config.eval_every},
         "environment": environment,
     }
 

@@ -121,7 +121,8 @@ def at_once(todo: Sequence[Cell], store: Store, stop: Stop, jobs: int, runs: Run
         while running or (left and not stop.now()):
             while left and len(running) < jobs and not stop.now():
                 try:
-                    running[workers.submit(work, left[0])] = left[0]
+                    with interrupts_held():  # this starts a process, if there are not enough yet
+                        running[workers.submit(work, left[0])] = left[0]
                 except BrokenProcessPool:  # a process has just died: running cells, if any, will report it
                     if running:
                         break
@@ -154,16 +155,42 @@ def at_once(todo: Sequence[Cell], store: Store, stop: Stop, jobs: int, runs: Run
 _mine: tuple[Runs, Store, Stop]  # of a worker process
 
 
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits until the end of the block. Processes started in it inherit this, so that it does not end them while they are
+    still importing."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def begin(folder: Path, deadline: float | None, flag: Flag, jobs: int, runs: Runs) -> None:
     """Start a worker. Only the main process listens to Ctrl-C, and passes it on."""
     global _mine
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(max(1, cores() // jobs))
     _mine = runs, Store(folder), Stop(deadline, flag)
 
 
+def end_with_parent() -> None:
+    """End this process when the main one is gone, even by SIGKILL, or it would hold its memory and its run folder for ever. It may
+    end in the middle of a run, because files are moved into place only when they are whole."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
 def work(cell: Cell) -> CellResult:
     runs, store, stop = _mine
+    if stop.now():  # asked while this process was still starting
+        return CellResult(cell, "stopped")
     return runs(cell, store, stop)
 
 
