@@ -508,7 +508,7 @@ def test_an_engine_around_a_distributed_one_need_not_know_of_its_processes(monke
         def part(self) -> None: ...
 
     team = Sums()
-    monkeypatch.setattr(distributed, "Team", lambda device: team)
+    monkeypatch.setattr(distributed, "TorchTeam", lambda device: team)
     counts = []
     for wrap in (None, lambda engine: SimpleNamespace(note=engine.note, run=engine.run)):
         team.count = 0

@@ -216,7 +216,7 @@ class Alone:
 @pytest.mark.parametrize("engine", ["sequential", "batched", "distributed"])
 @pytest.mark.parametrize("name", LOOPS)
 def test_the_examples_do_what_their_formulas_say(name: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "Team", Alone)
+    monkeypatch.setattr(distributed, "TorchTeam", Alone)
     expected = LOOPS[name](dense(), vectors())
     assert torch.allclose(run(dense(), vectors(), known(name, "3"), engine=engine), expected, atol=2e-5)
 

@@ -24,7 +24,6 @@ from fedagg.clients import Clients
 from fedagg.config import Config
 from fedagg.data import Dataset
 from fedagg.engines.base import Problem, set_precision
-from fedagg.engines.distributed import Team
 from fedagg.errors import FedaggError, FedaggWarning, SettingError
 from fedagg.evaluate import ByClient, Evaluator
 from fedagg.flat import Model, copy_module
@@ -46,6 +45,7 @@ from fedagg.result import Result, scores
 from fedagg.server import Server
 from fedagg.surroundings import isolated_torch_state
 from fedagg.tasks import Metric
+from fedagg.team import TorchTeam
 from fedagg.work import Loss, Work
 
 CHECKPOINT_SECONDS = 45.0
@@ -226,7 +226,7 @@ class Simulation:
             self.module, self.data.x_train, self.data.y_train, self.data.classes, self.server.options, self.device, loss
         )
         engine = engines.build(config.engine, problem, config)
-        self.team: Team | None = getattr(engine, "team", None)
+        self.team: TorchTeam | None = getattr(engine, "team", None)
         self.engine = engine if wrap is None else wrap(engine)
         self.evaluator = Evaluator(problem, self.data.x_test, self.data.y_test, self.task)
         self.by_client: ByClient = (

@@ -117,9 +117,8 @@ class Plan:
         given = {name: value for name, value in settings.items() if value is not None}
         axes = axes_of(grid, given, TASK if choosing else {"algorithm", "seed"})
         chosen = {**({"validation": VALIDATION} if choosing else {}), **given, "algorithm": method}
-        seeds = tuple(dict.fromkeys(seeds))
-        if not seeds:
-            raise SettingError("seeds", "", "name at least one, e.g. 5,6")
+        if not isinstance(seeds, Iterable) or not (seeds := tuple(dict.fromkeys(seeds))):
+            raise SettingError("seeds", seeds, "list at least one, e.g. [5, 6], or --seeds 5,6")
         if choosing and chosen["validation"] == 0:
             words = "settings are chosen on training data that is held back, never on the test set; give a share above 0"
             raise SettingError("validation", 0, words)
