@@ -33,14 +33,13 @@ def points(value: float, half: float, sign: str = "+", metric: Measure = ACCURAC
     return metric.points(value, sign) + (f" ± {metric.points(half)}" if math.isfinite(half) else "")
 
 
-def check_target(target: float | None, metric: Measure = ACCURACY) -> float | None:
-    """The target, or an error for an impossible one: a percentage must be a share, other figures may be any number."""
+def check_target(target: float | None, metric: Measure = ACCURACY) -> None:
+    """Refuse an impossible target: a percentage must be a share, other figures may be any number."""
     if target is not None and metric.percent and not 0 < target <= 1:
         words = f"give the {metric.label} to reach as a share, above 0 and at most 1, e.g. 0.8"
         raise SettingError("target", target, words)
     if target is not None and not math.isfinite(target):
         raise SettingError("target", target, f"give the {metric.label} to reach, a finite number")
-    return target
 
 
 @dataclass(frozen=True)

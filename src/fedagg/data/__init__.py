@@ -71,8 +71,7 @@ class Dataset:
         x = {"x_train": stays or samples_of("x_train", x_train), "x_test": samples_of("x_test", x_test)}
         y = targets.read(task, y_train, y_test)
         for part in ("train", "test"):
-            if (here := len(x[f"x_{part}"])) != (there := len(y[f"y_{part}"])):
-                raise SettingError(f"y_{part}", f"{there} labels", f"x_{part} has {here} samples; the two must agree")
+            check_lengths(part, len(x[f"x_{part}"]), len(y[f"y_{part}"]))
         if (found := x["x_test"].shape[1:]) != (shape := x["x_train"].shape[1:]):
             raise SettingError("x_test", tuple(found), f"samples must have the shape of x_train's, {tuple(shape)}")
         count = targets.outputs(task, y, x["x_train"], classes)
@@ -235,6 +234,12 @@ def names_users(name: str) -> bool:
 def is_path(name: str) -> bool:
     """Is this a file or a folder, and not the name of a set?"""
     return Path(name).suffix.lower() in FILES or "/" in name or os.sep in name
+
+
+def check_lengths(part: str, samples: int, targets: int) -> None:
+    """Check that the training or the test part has one target per sample."""
+    if samples != targets:
+        raise SettingError(f"y_{part}", f"{targets} labels", f"x_{part} has {samples} samples; the two must agree")
 
 
 def owners(given: Any, samples: int) -> np.ndarray[Any, Any]:

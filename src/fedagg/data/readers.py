@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data import Dataset as TorchDataset
 
 from fedagg import seeding
-from fedagg.data import Dataset, owners
+from fedagg.data import Dataset, check_lengths, owners
 from fedagg.data.mapped import READING, Mapped, memory_limit
 from fedagg.data.mapped import TEST as KEPT
 from fedagg.errors import FedaggError, SettingError, first_line, unknown
@@ -598,8 +598,7 @@ def refuse_uneven(part: Part, which: str) -> None:
     x, y = tuple(part.x.shape), tuple(part.y.shape)
     if not (x and y):
         raise SettingError("data", "a single number", f"samples and targets need one row each; {FORMS}")
-    if x[0] != y[0]:
-        raise SettingError(f"y_{which}", f"{y[0]} labels", f"x_{which} has {x[0]} samples; the two must agree")
+    check_lengths(which, x[0], y[0])
 
 
 def pad_to_width(part: Part, other: Part) -> Part:

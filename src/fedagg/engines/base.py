@@ -55,8 +55,10 @@ def set_precision(precision: str) -> None:
     """Use tf32 or plain float32 for torch's own products on a GPU, in the whole process; bf16 is set per network. On a CPU they are
     in float32."""
     gpu, cpu = precision_switches()
+    exact = precision == "fp32"
+    values = {"allow_tf32": not exact, "fp32_precision": "ieee" if exact else "tf32"}
     for part, name in gpu:
-        setattr(part, name, precision != "fp32" if name == "allow_tf32" else "ieee" if precision == "fp32" else "tf32")
+        setattr(part, name, values[name])
     for part, name in cpu:
         setattr(part, name, "ieee")
 
