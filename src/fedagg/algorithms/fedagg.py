@@ -100,10 +100,13 @@ class FedAgg(Algorithm):
         if self.pace == "base" or not clients.reports_numbers:
             self.state["tried"] = clients.total
             return True
-        # A client that makes only one step reports its loss before that step. If most do, the mean step of all clients is tried.
-        single = clients.epochs * median(clients.batches) <= 1
+        # A client that makes only one step reports its loss before that step, which says nothing about the rate. If too few make
+        # more, the mean step of all clients is tried.
+        telling = {client for client, many in zip(clients.ids, clients.batches, strict=True) if many * clients.epochs > 1}
+        single = len(telling) < min(guard.FEW, len(clients.ids) / 2)
         still = self.at_rest(clients, trial=not single)
-        if not still:  # no client answered; those of the next round are asked
+        judges = {client: report for client, report in still.items() if single or client in telling}
+        if not judges:  # none of them answered; those of the next round are asked
             return True
         if not any(report.first for report in still.values()):  # none reported a loss
             self.state["tried"] = clients.total
@@ -112,7 +115,7 @@ class FedAgg(Algorithm):
         if "heard" in self.state:
             everybody = all(report.norm for report in still.values())
             self.state["heard"] = everybody and (self.state["heard"] or not self.state["tried"])
-        first = self.state["start"] = sum(report.loss for report in still.values()) / len(still)
+        first = self.state["start"] = sum(report.loss for report in judges.values()) / len(judges)
         worst = first + abs(first)  # cap for losses, also those that are not finite
         common = clients.rehearsed.velocity if clients.rehearsed and single else None
         losses, doubt = dict[int, float](), dict[int, float]()
@@ -123,14 +126,14 @@ class FedAgg(Algorithm):
             if common is not None:
                 work = replace(work, field=common[None], mix=torch.zeros(clients.epochs, 1), behind=rate)
             answers = {client: each.loss if common is None else each.behind for client, each in clients.rehearse(work).items()}
-            tried = {client: loss if loss < worst else worst for client, loss in answers.items()}
+            tried = {client: loss if loss < worst else worst for client, loss in answers.items() if client in judges}
             losses[power] = sum(tried.values()) / len(tried) if tried else worst
-            changes = [loss - still[client].loss for client, loss in tried.items() if client in still]
+            changes = [loss - judges[client].loss for client, loss in tried.items()]
             doubt[power] = guard.doubt(torch.tensor(changes))
             power = meanfield.next_power(losses, first, doubt[min(losses)])
         bold = BOLD if meanfield.gains(losses, first) else 0.0  # on a plateau the best rate is the highest already
         self.state["rate"] = min(before, self.lr * 2 ** (meanfield.best_power(losses, first) + bold))
-        self.state["tried"] += len(still)
+        self.state["tried"] += len(judges)
         return guard.enough(self.state["tried"], clients) or 0 < clients.rounds <= guard.FEW
 
     def at_rest(self, clients: Clients, trial: bool) -> dict[int, ClientReport]:
