@@ -152,6 +152,35 @@ def test_clients_that_make_one_step_try_it_together(base: float) -> None:
     assert alone.downlink.error is None
 
 
+class OfTheirSize(Quadratic):
+    """Clients make a step for every five samples. Remembers how far along the field they were asked for their loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.behind = set[float]()
+
+    def run(self, model: Model, work: Work, jobs: list[Job], memory: Any) -> Any:
+        self.behind.add(work.behind)
+        for job in jobs:
+            self.steps = len(job.samples) // 5
+            yield from super().run(model, work, [job], memory)
+
+
+@pytest.mark.parametrize(("several", "together"), [(4, False), (3, True)])
+def test_clients_that_make_one_step_have_no_say_if_enough_others_do(several: int, together: bool) -> None:
+    """Of ten clients these make two steps. If they are four, the search is the same as if they were alone."""
+
+    def sized(count: int) -> Clients:
+        local = ClientOptions(epochs=1, batch_size=5)
+        clients = federation_of(count, engine=OfTheirSize(), local=local, total=10)
+        return replace(clients, samples=lambda client: torch.arange(10 if client < several else 5))
+
+    everybody, alone = sized(10), sized(several)
+    rate = found(started(lr=0.01), everybody)
+    assert (everybody.engine.behind != {0.0}) == together  # type: ignore[attr-defined]
+    assert (rate == found(started(lr=0.01), alone)) != together
+
+
 @pytest.mark.parametrize("engine", ["sequential", "batched"])
 def test_one_step_a_round_learns(engine: str) -> None:
     job = {
