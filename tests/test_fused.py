@@ -159,11 +159,11 @@ def test_pooling_of_windows_that_may_overlap(kernel: int, stride: int, padding: 
     ("then", "channels", "side", "short"),
     [
         ("", 5, 6, False), ("relu", 70, 3, False), ("relu pool", 5, 6, False),
-        ("", 70, 3, True), ("relu", 5, 6, True), ("relu pool", 70, 3, True),
+        ("", 70, 3, True), ("relu", 5, 6, True), ("relu pool", 70, 3, True), ("relu", 5, 48, False),
     ],
 )  # fmt: skip
 def test_batch_normalisation_and_what_follows(then: str, channels: int, side: int, short: bool) -> None:
-    """Three clients, one with padding, one that stands still."""
+    """Three clients, one with padding, one that stands still. Images of 48×48 are summed in more spans than fit in one tile."""
     n, batch = 3, 4
     live = torch.tensor([[1.0, 1, 1, 1], [1, 1, 1, 0], [0, 0, 0, 0]])
     x = 3.0 + random(n * batch, channels, side, side, seed=1)

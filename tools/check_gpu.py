@@ -143,6 +143,30 @@ def pools(bench: Bench) -> Iterator[Row]:
             yield check(layer, what, lambda x, window=window: functional.max_pool2d(x, *window), side, precision)
 
 
+def norms(bench: Bench) -> Iterator[Row]:
+    """Batch normalisation and ReLU, of so many pixels that their sums are in more spans than fit in one tile."""
+    from fedagg.engines.fused import FusedNorm
+    from fedagg.engines.layers import BatchNorm
+
+    n, images, side = 2, 4, 64 if bench.cuda else 48
+    for precision in ("fp32", "short"):
+        dtype, limit = bench.set(precision)
+        for channels in (5, 70) if bench.cuda else (5,):
+            x, w, b = 3.0 + bench.random(n * images, channels, side, side), bench.random(n, channels), bench.random(n, channels)
+            x, dy = x.to(dtype), bench.random(*x.shape).to(dtype)
+            leaves = [t.double().requires_grad_() for t in (x, w, b)]
+            pieces = zip(leaves[0].chunk(n), leaves[1], leaves[2], strict=True)
+            exact = torch.cat([functional.batch_norm(xi, None, None, wi, bi, training=True).relu() for xi, wi, bi in pieces])
+            wanted = [exact.detach(), *torch.autograd.grad(exact, leaves, dy.double())]
+            dw, db, mean, var = (torch.zeros(n, channels, device=bench.device) for _ in range(4))
+            norm = FusedNorm(BatchNorm(nn.BatchNorm2d(channels), w, b, dw, db, mean, var, torch.zeros_like(mean[:, :1])), then=1)
+            norm.live = torch.ones(n, images, device=bench.device)
+            norm.size = norm.live.sum(1, keepdim=True)
+            made = [norm.forward(x), norm.backward(dy, True), dw, db]
+            errors = [apart(ours, theirs) for ours, theirs in zip(made, wanted, strict=True)]
+            yield Row(f"normalisation of {channels} channels, {side}×{side}", bench.name(precision), float(np.max(errors)), limit)
+
+
 def steps(bench: Bench) -> Iterator[Row]:
     from fedagg.engines.fused import FusedStep
     from fedagg.engines.layers import Linear
@@ -405,7 +429,7 @@ class Launched(NamedTuple):
 class Launches:
     """Stands in for the module of kernels, and notes which are launched."""
 
-    INNER = ("total", "incoming_gradient", "moved", "tanh")  # called by other kernels
+    INNER = ("totals", "incoming_gradient", "moved", "tanh")  # called by other kernels
 
     def __init__(self, kernels: Any) -> None:
         self.kernels = kernels
@@ -417,7 +441,7 @@ class Launches:
         return getattr(self.kernels, name)
 
 
-PARTS = (convolutions, pools, steps, losses, networks, runs, texts)
+PARTS = (convolutions, pools, norms, steps, losses, networks, runs, texts)
 BY_PRECISION = (convolutions, networks)  # take long, for the compiler makes every kernel anew
 
 

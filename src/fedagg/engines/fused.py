@@ -432,9 +432,9 @@ class FusedNorm(BatchNorm):
         if self.training:
             kernels.moments[(blocks, spans, n)](x, self.live, a, b, self.m, self.span, self.area, channels, apart, n, **tile)
             self.kept = a.new_empty(4, n, channels)
-            kernels.settle[(blocks, n)](
+            kernels.settle[(triton.cdiv(channels, 16), n)](
                 a, b, x, near, self.size, self.w, self.b, self.w.stride(0), self.mean, self.var, self.seen, self.mean.stride(0),
-                self.kept, spans, self.area, channels, n, self.eps, self.momentum, BC=tile["BC"],
+                self.kept, spans, self.area, channels, n, self.eps, self.momentum, BS=block(spans, 64), BC=16,
             )  # fmt: skip
         else:
             self.kept = self.settled()
@@ -461,9 +461,10 @@ class FusedNorm(BatchNorm):
             x, dy, self.where, self.kept, a, b, self.m, self.span, height, width, channels, apart, below, n, THEN=self.then, **tile
         )
         slopes = a.new_empty(2, n, channels)
-        kernels.settle_gradient[(blocks, n)](
-            a, b, self.kept, self.size, self.dw, self.db, self.dw.stride(0), slopes, spans, self.area, channels, n, BC=tile["BC"]
-        )
+        kernels.settle_gradient[(triton.cdiv(channels, 16), n)](
+            a, b, self.kept, self.size, self.dw, self.db, self.dw.stride(0), slopes, spans, self.area, channels, n,
+            BS=block(spans, 64), BC=16,
+        )  # fmt: skip
         if not need:
             return dy
         dx = x if self.spare else torch.empty(x.shape, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
