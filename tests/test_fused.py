@@ -75,11 +75,14 @@ def test_convolution(n: int, images: int, channels: int, outputs: int, kernel: i
             assert close(ours_b, theirs_b)
 
 
-@pytest.mark.parametrize(("channels", "side", "stride"), [(3, 6, 1), (64, 6, 1), (64, 9, 1), (128, 8, 1), (64, 16, 2)])
-def test_convolution_of_short_numbers(channels: int, side: int, stride: int) -> None:
+@pytest.mark.parametrize(
+    ("channels", "outputs", "side", "stride"),
+    [(3, 20, 6, 1), (64, 20, 6, 1), (64, 20, 9, 1), (128, 20, 8, 1), (64, 20, 16, 2), (20, 64, 7, 1), (12, 128, 8, 2)],
+)
+def test_convolution_of_short_numbers(channels: int, outputs: int, side: int, stride: int) -> None:
     """Images and results in 16 bits, sums and weights' gradients in 32: against float32 on the same rounded images. (Triton's
     interpreter knows float16 only; the kernels ask for no kind by name.)"""
-    n, outputs = 2, 20
+    n = 2
     x, w, b = (
         random(n * 2, channels, side, side, seed=1).half(),
         random(n, outputs, channels, 3, 3, seed=2),

@@ -85,8 +85,8 @@ def convolutions(bench: Bench) -> Iterator[Row]:
 
     # clients, images, channels, outputs, filter, padding, stride, side; with 64 channels and 16 bits images need no unrolling
     shapes = [(3, 2, 1, 32, 5, 2, 1, 12), (2, 3, 32, 64, 5, 2, 1, 6), (2, 2, 3, 20, 3, 1, 1, 7), (2, 2, 64, 70, 3, 1, 1, 8)]
-    shapes += [(2, 2, 32, 8, 3, 1, 2, 8), (2, 2, 128, 40, 3, 1, 2, 16), (2, 2, 4, 5, 5, 2, 3, 10)]
-    shapes = shapes if bench.cuda else [shapes[2], shapes[3], shapes[6]]
+    shapes += [(2, 2, 32, 8, 3, 1, 2, 8), (2, 2, 128, 40, 3, 1, 2, 16), (2, 2, 4, 5, 5, 2, 3, 10), (2, 2, 24, 128, 3, 1, 2, 9)]
+    shapes = shapes if bench.cuda else [shapes[2], shapes[3], shapes[6], shapes[7]]
     for precision in bench.precisions:
         dtype, limit = bench.set(precision)
         for n, images, channels, outputs, k, padding, stride, side in shapes:

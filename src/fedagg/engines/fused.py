@@ -119,11 +119,12 @@ class FusedConvolution:
 
     def convolve(
         self, x: Tensor, w: Tensor, b: Tensor | None, padding: int, sides: Sequence[int], stride: int = 1, spread: int = 1,
-        pool: bool = False,
+        pool: bool = False, back: bool = False,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """w (n, O, k, k, C), contiguous: tensor cores want the summed axis innermost. The result, and which pixel of its window was
-        the largest, if it is pooled; `sides` are then those of the pool."""
-        n, outputs, k, _, channels = w.shape
+        """w (n, O, k, k, C), contiguous: tensor cores want the summed axis innermost. With `back`, it is (n, C, k, k, O) and read
+        backwards. The result, and which pixel of its window was the largest, if it is pooled; `sides` are then the pool's."""
+        n, k = w.shape[0], w.shape[2]
+        outputs, channels = (w.shape[4], w.shape[1]) if back else (w.shape[1], w.shape[4])
         images, _, height, width = x.shape
         ho, wo = sides
         x = packed(x)
@@ -135,7 +136,7 @@ class FusedConvolution:
         bias = b if b is not None else w
         kernels.conv[grid](
             x, w, bias, y, where, m, height, width, ho, wo, padding, bias.stride(0), C=channels, O=outputs, K=k, STRIDE=stride,
-            SPREAD=spread, BIAS=b is not None, POOL=pool, PRECISION=precision(), **tile,
+            SPREAD=spread, BIAS=b is not None, POOL=pool, BACK=back, PRECISION=precision(), **tile,
         )  # fmt: skip
         return y, where
 
@@ -150,7 +151,8 @@ class FusedConvolution:
         return self.convolve(x, filters, b, self.padding, sides, stride=self.stride, pool=pool)
 
     def input_gradient(self, x: Tensor, dy: Tensor, w: Tensor) -> Tensor:
-        return self.convolve(dy, self.back, None, w.shape[-1] - 1 - self.padding, x.shape[2:], spread=self.stride)[0]
+        padding, back = w.shape[-1] - 1 - self.padding, self.back.element_size() == 2
+        return self.convolve(dy, self.back, None, padding, x.shape[2:], spread=self.stride, back=back)[0]
 
     def weight_gradient(self, x: Tensor, dy: Tensor, dw: Tensor, db: Tensor | None, turned: Tensor | None = None) -> None:
         """`turned` is dy in channels-first memory, if it is there already, with its sums in `db`."""
@@ -211,13 +213,16 @@ class FusedConvolution:
 
 
 def turned(w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """w (n, O, C, k, k) as (n, O, k, k, C), and as the filters of the transposed convolution, (n, C, k, k, O)."""
+    """w (n, O, C, k, k) as (n, O, k, k, C), and as the filters of the transposed convolution, (n, C, k, k, O). With 16 bits tensor
+    cores accept the summed axis anywhere, so the first serves as the second too: see `kernels.conv`, BACK."""
     n, outputs, channels, k, _ = w.shape
     y = torch.empty(n, outputs, k, k, channels, device=w.device, dtype=dtype)
-    z = torch.empty(n, channels, k, k, outputs, device=w.device, dtype=dtype)
-    tile: dict[str, Any] = {"BO": min(16, triton.next_power_of_2(outputs)), "BC": min(32, triton.next_power_of_2(channels))}
+    z = y if dtype.itemsize == 2 else torch.empty(n, channels, k, k, outputs, device=w.device, dtype=dtype)
+    taps = triton.next_power_of_2(k * k)
+    wide = min(64 if z is y else 16, triton.next_power_of_2(channels))
+    tile: dict[str, Any] = {"BO": max(1, min(4096 // (taps * wide), triton.next_power_of_2(outputs))), "BC": wide, "BT": taps}
     grid = (triton.cdiv(outputs, tile["BO"]), triton.cdiv(channels, tile["BC"]), n)
-    kernels.turn[grid](w, y, z, w.stride(0), outputs, channels, TAPS=k * k, num_warps=8, **tile)
+    kernels.turn[grid](w, y, z, w.stride(0), outputs, channels, TAPS=k * k, BACK=z is not y, num_warps=8, **tile)
     return y, z
 
 

@@ -28,6 +28,7 @@ def conv(
     SPREAD: tl.constexpr,
     BIAS: tl.constexpr,
     POOL: tl.constexpr,
+    BACK: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
     BO: tl.constexpr,
@@ -35,7 +36,9 @@ def conv(
 ):
     """y[n, m, o] = Σ_k patch(x)[n, m, k] w[n, o, k] for one client n, a block of output pixels m and of channels o. Patches begin
     every STRIDE pixels. With SPREAD, the image's pixels are that far apart, with zeros between. With POOL, the four pixels of each
-    2×2 window follow each other, and only relu(max) of them is stored, as by `pool`. Clients' biases begin every ROW numbers."""
+    2×2 window follow each other, and only relu(max) of them is stored, as by `pool`. With BACK, y is the gradient of the input of a
+    convolution with the filters w[n, c, tap, o]: they take the place of w[n, o, last - tap, c]. Clients' biases begin every ROW
+    numbers."""
     n = tl.program_id(2).to(tl.int64)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     o = tl.program_id(1) * BO + tl.arange(0, BO)
@@ -53,7 +56,8 @@ def conv(
     for k0 in range(0, K * K * C, BK):
         k = k0 + tl.arange(0, BK)
         if C % BK == 0:  # the whole block is at one tap: whether it is inside depends only on the pixel
-            i, j = k0 // C // K, k0 // C % K
+            tap = k0 // C
+            i, j = tap // K, tap % K
             r, s = row + i, col + j
             inside = (r >= 0) & (r < SPREAD * H) & (s >= 0) & (s < SPREAD * W) & (m < M)
             if SPREAD > 1:
@@ -71,7 +75,8 @@ def conv(
                 inside = inside & (r % SPREAD == 0) & (s % SPREAD == 0)
             at = (image[:, None] * H + r // SPREAD) * W + s // SPREAD
             a = tl.load(x_ptr + at * C + c[None, :], mask=inside, other=0.0)
-        b = tl.load(w_ptr + k[:, None] + o[None, :] * (K * K * C), mask=(k < K * K * C)[:, None] & (o < O)[None, :], other=0.0)
+        place = ((c * (K * K) + K * K - 1 - tap) * O)[:, None] + o[None, :] if BACK else k[:, None] + o[None, :] * (K * K * C)
+        b = tl.load(w_ptr + place, mask=(k < K * K * C)[:, None] & (o < O)[None, :], other=0.0)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     if BIAS:
         acc += tl.load(b_ptr + n * ROW + o, mask=o < O, other=0.0)[None, :]
@@ -228,20 +233,39 @@ def unroll(
 
 
 @triton.jit
-def turn(w_ptr, y_ptr, z_ptr, STRIDE, O, C, TAPS: tl.constexpr, BO: tl.constexpr, BC: tl.constexpr):
-    """y[n, o, tap, c] = w[n, o, c, tap], as `conv` reads weights, and z[n, c, last - tap, o] for the gradient of its input."""
+def turn(
+    w_ptr,
+    y_ptr,
+    z_ptr,
+    STRIDE,
+    O,
+    C,
+    TAPS: tl.constexpr,
+    BACK: tl.constexpr,
+    BO: tl.constexpr,
+    BC: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """y[n, o, tap, c] = w[n, o, c, tap], as `conv` reads weights; with BACK, also z[n, c, last - tap, o] for the gradient of its
+    input. A tile is read in the order of w and turned on the chip, so that reads and writes are in runs; taps are filled up to BT,
+    a power of two."""
     n = tl.program_id(2).to(tl.int64)
     o = tl.program_id(0) * BO + tl.arange(0, BO)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
+    tap = tl.arange(0, BT)
     w_ptr += n * STRIDE
     y_ptr += n * O * C * TAPS
-    z_ptr += n * O * C * TAPS
-    live = (o < O)[:, None] & (c < C)[None, :]
-    for tap in tl.static_range(TAPS):
-        tile = tl.load(w_ptr + (o[:, None] * C + c[None, :]) * TAPS + tap, mask=live, other=0.0)
-        tl.store(y_ptr + (o[:, None] * TAPS + tap) * C + c[None, :], tile, mask=live)
-        back = z_ptr + (c[:, None] * TAPS + (TAPS - 1 - tap)) * O + o[None, :]
-        tl.store(back, tl.trans(tile), mask=(c < C)[:, None] & (o < O)[None, :])
+    at = (o[:, None, None] * C + c[None, :, None]) * TAPS + tap[None, None, :]
+    live = (o < O)[:, None, None] & (c < C)[None, :, None] & (tap < TAPS)[None, None, :]
+    tile = tl.load(w_ptr + at, mask=live, other=0.0).to(y_ptr.dtype.element_ty)
+    at = (o[:, None, None] * TAPS + tap[None, :, None]) * C + c[None, None, :]
+    live = (o < O)[:, None, None] & (tap < TAPS)[None, :, None] & (c < C)[None, None, :]
+    tl.store(y_ptr + at, tl.permute(tile, (0, 2, 1)), mask=live)
+    if BACK:
+        z_ptr += n * O * C * TAPS
+        at = (c[:, None, None] * TAPS + (TAPS - 1 - tap)[None, :, None]) * O + o[None, None, :]
+        live = (c < C)[:, None, None] & (tap < TAPS)[None, :, None] & (o < O)[None, None, :]
+        tl.store(z_ptr + at, tl.permute(tile, (1, 2, 0)), mask=live)
 
 
 @triton.jit
