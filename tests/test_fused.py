@@ -95,7 +95,12 @@ def test_convolution_of_short_numbers(channels: int, outputs: int, side: int, st
     assert y.dtype == torch.float16
     assert close(y.float(), expected, 2**-10)
     dy = random(*expected.shape, seed=4).half()
-    assert close(fused.input_gradient(x, dy, w).float(), plain.input_gradient(x.float(), dy.float(), w), 2**-10)
+    dx = plain.input_gradient(x.float(), dy.float(), w)
+    assert close(fused.input_gradient(x, dy, w).float(), dx, 2**-10)
+    onto = random(*x.shape, seed=5).half()
+    expected = dx + onto.float()
+    assert fused.input_gradient(x, dy, w, onto) is onto
+    assert close(onto.float(), expected, 2**-10)
     (dw, db), (dw_plain, db_plain) = ((torch.zeros_like(w), torch.zeros_like(b)) for _ in range(2))
     fused.weight_gradient(x, dy, dw, db)
     plain.weight_gradient(x.float(), dy.float(), dw_plain, db_plain)
@@ -329,6 +334,10 @@ def test_strides_and_single_pixels(kernel: int, stride: int, bias: bool, channel
     if db is not None and db_plain is not None:
         assert close(db, db_plain)
     assert close(fused.input_gradient(x, dy, w), plain.input_gradient(x, dy, w))
+    onto = random(n * 2, channels + 3, side, side, seed=5)[:, 1 : 1 + channels]  # a part of more channels
+    expected = plain.input_gradient(x, dy, w) + onto
+    assert close(fused.input_gradient(x, dy, w, onto.clone(memory_format=torch.channels_last)), expected)
+    assert close(fused.input_gradient(x, dy, w, onto), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -99,18 +99,18 @@ def convolutions(bench: Bench) -> Iterator[Row]:
             leaves = [t.double().requires_grad_() for t in (x, w, b)]
             pieces = zip(leaves[0].chunk(n), leaves[1], leaves[2], strict=True)
             exact = torch.cat([functional.conv2d(xi, wi, bi, stride, padding) for xi, wi, bi in pieces])
-            dy = bench.random(*exact.shape).to(dtype)
+            dy, onto = bench.random(*exact.shape).to(dtype), bench.random(*x.shape).to(dtype)
             dx, dw, db = torch.autograd.grad(exact, leaves, dy.double())
-            worst = 0.0
+            wanted, worst = (exact.detach(), dx, dx + onto.double(), dw, db), 0.0
             for splits in (1, 264):  # the sum over pixels in one piece, or in several
                 fused = FusedConvolution(n, padding, stride)
                 fused.splits_for = splits
                 size = dw[0].numel()
                 g = torch.full((n, 7 + size + outputs), torch.nan, device=bench.device)  # rows of a larger whole, as in a network
-                made = [fused.forward(x, w, b), fused.input_gradient(x, dy, w)]
+                made = [fused.forward(x, w, b), fused.input_gradient(x, dy, w), fused.input_gradient(x, dy, w, onto.clone())]
                 fused.weight_gradient(x, dy, g[:, 7 : 7 + size].view_as(w), g[:, 7 + size :])
                 made += [g[:, 7 : 7 + size].view_as(w), g[:, 7 + size :]]
-                errors = [apart(ours, wanted) for ours, wanted in zip(made, (exact.detach(), dx, dw, db), strict=True)]
+                errors = [apart(ours, wanted) for ours, wanted in zip(made, wanted, strict=True)]
                 outside = 0.0 if g[:, :7].isnan().all() else torch.inf  # what lies beside must stay as it is
                 worst = float(np.max([worst, outside, *errors]))
             yield Row(

@@ -119,16 +119,20 @@ class FusedConvolution:
 
     def convolve(
         self, x: Tensor, w: Tensor, b: Tensor | None, padding: int, sides: Sequence[int], stride: int = 1, spread: int = 1,
-        pool: bool = False, back: bool = False,
+        pool: bool = False, back: bool = False, onto: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """w (n, O, k, k, C), contiguous: tensor cores want the summed axis innermost. With `back`, it is (n, C, k, k, O) and read
-        backwards. The result, and which pixel of its window was the largest, if it is pooled; `sides` are then the pool's."""
+        backwards. The result, added to `onto`, and which pixel of its window was the largest, if it is pooled; `sides` are then
+        the pool's."""
         n, k = w.shape[0], w.shape[2]
         outputs, channels = (w.shape[4], w.shape[1]) if back else (w.shape[1], w.shape[4])
         images, _, height, width = x.shape
         ho, wo = sides
         x = packed(x)
-        y = torch.empty(images, outputs, ho, wo, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
+        if onto is None:
+            y = torch.empty(images, outputs, ho, wo, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
+        else:
+            y = packed(onto)
         where = torch.empty(y.numel() if pool else 0, dtype=torch.int8, device=x.device)
         m = images // n * ho * wo * (4 if pool else 1)
         tile = self.tile(outputs, k * k * channels, x.element_size(), m)
@@ -136,7 +140,7 @@ class FusedConvolution:
         bias = b if b is not None else w
         kernels.conv[grid](
             x, w, bias, y, where, m, height, width, ho, wo, padding, bias.stride(0), C=channels, O=outputs, K=k, STRIDE=stride,
-            SPREAD=spread, BIAS=b is not None, POOL=pool, BACK=back, PRECISION=precision(), **tile,
+            SPREAD=spread, BIAS=b is not None, POOL=pool, BACK=back, ADD=onto is not None, PRECISION=precision(), **tile,
         )  # fmt: skip
         return y, where
 
@@ -150,9 +154,9 @@ class FusedConvolution:
         filters, self.back = turned(w, x.dtype)
         return self.convolve(x, filters, b, self.padding, sides, stride=self.stride, pool=pool)
 
-    def input_gradient(self, x: Tensor, dy: Tensor, w: Tensor) -> Tensor:
+    def input_gradient(self, x: Tensor, dy: Tensor, w: Tensor, onto: Tensor | None = None) -> Tensor:
         padding, back = w.shape[-1] - 1 - self.padding, self.back.element_size() == 2
-        return self.convolve(dy, self.back, None, padding, x.shape[2:], spread=self.stride, back=back)[0]
+        return self.convolve(dy, self.back, None, padding, x.shape[2:], spread=self.stride, back=back, onto=onto)[0]
 
     def weight_gradient(self, x: Tensor, dy: Tensor, dw: Tensor, db: Tensor | None, turned: Tensor | None = None) -> None:
         """`turned` is dy in channels-first memory, if it is there already, with its sums in `db`."""
@@ -327,7 +331,6 @@ class ConvPool(Conv):
     """Convolution, ReLU and 2×2 max pooling: the images between them are not stored."""
 
     kernel: FusedConvolution
-    adds = False
 
     def __init__(self, conv: Conv) -> None:
         self.__dict__.update(vars(conv))
@@ -353,7 +356,7 @@ class ConvPool(Conv):
             if self.db is not None:
                 torch.sum(sums.view(len(self.db), -1, channels), 1, out=self.db)
             self.kernel.weight_gradient(self.x, full, self.dw, self.db, turned)
-        return self.kernel.input_gradient(self.x, full, self.w) if need else dy
+        return self.kernel.input_gradient(self.x, full, self.w, onto) if need else dy
 
 
 def pooled(x: Tensor, kept: Tensor | None, n: int) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,7 @@ def conv(
     BIAS: tl.constexpr,
     POOL: tl.constexpr,
     BACK: tl.constexpr,
+    ADD: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
     BO: tl.constexpr,
@@ -37,8 +38,8 @@ def conv(
     """y[n, m, o] = Σ_k patch(x)[n, m, k] w[n, o, k] for one client n, a block of output pixels m and of channels o. Patches begin
     every STRIDE pixels. With SPREAD, the image's pixels are that far apart, with zeros between. With POOL, the four pixels of each
     2×2 window follow each other, and only relu(max) of them is stored, as by `pool`. With BACK, y is the gradient of the input of a
-    convolution with the filters w[n, c, tap, o]: they take the place of w[n, o, last - tap, c]. Clients' biases begin every ROW
-    numbers."""
+    convolution with the filters w[n, c, tap, o]: they take the place of w[n, o, last - tap, c]. With ADD, the result is added to y.
+    Clients' biases begin every ROW numbers."""
     n = tl.program_id(2).to(tl.int64)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     o = tl.program_id(1) * BO + tl.arange(0, BO)
@@ -88,7 +89,11 @@ def conv(
         tl.store(y_ptr + at, tl.where(best <= 0.0, 0.0, best), mask=inside)
         tl.store(where_ptr + at, tl.where(best <= 0.0, 4, which).to(tl.int8), mask=inside)
     else:
-        tl.store(y_ptr + n * M * O + m[:, None] * O + o[None, :], acc, mask=(m < M)[:, None] & (o < O)[None, :])
+        at = y_ptr + n * M * O + m[:, None] * O + o[None, :]
+        live = (m < M)[:, None] & (o < O)[None, :]
+        if ADD:
+            acc += tl.load(at, mask=live, other=0.0).to(tl.float32)
+        tl.store(at, acc, mask=live)
 
 
 @triton.jit
