@@ -17,6 +17,7 @@ from fedagg.engines.base import Problem
 from fedagg.engines.batched import Batched
 from fedagg.engines.conv import Loop
 from fedagg.engines.fused import (
+    AddReLU,
     ConvPool,
     FusedConvolution,
     FusedNorm,
@@ -404,6 +405,54 @@ def test_a_network_with_branches_makes_the_same_gradients() -> None:
         made.append((loss, network.g, network.buffers))
     for plain, ours in zip(*made, strict=True):
         assert close(ours, plain)
+
+
+class Residual(nn.Module):
+    """Sums with ReLU: of a normalisation and an image that is read again before the sum, of two normalisations, of one with a ReLU
+    of its own, of one of an image's mean with the image, and of none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.side = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.convs = nn.ModuleList(nn.Conv2d(8, 8, k, stride, k // 2) for k, stride in ((3, 1), (3, 2), (1, 2), (3, 1)))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(5))
+        self.relu, self.mean, self.head = nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        y = self.norms[0](self.convs[0](x))
+        z = self.side(x)
+        x = self.relu(self.relu(x + y) + z)
+        x = self.relu(self.norms[1](self.convs[1](x)) + self.norms[2](self.convs[2](x)))
+        x = self.relu(self.relu(self.norms[3](self.convs[3](x))) + x)
+        x = self.relu(self.norms[4](self.mean(x)) + x)
+        return self.head(torch.flatten(self.mean(x), 1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_sums_of_branches_and_relu_in_one(dtype: torch.dtype) -> None:
+    n, batch = 2, 4
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        module = Residual()
+    x, y = random(n * batch, 3, 6, 6, seed=1), torch.arange(n * batch) % 5
+    problem = Problem(module, x, y, 5, ClientOptions(epochs=1, batch_size=batch), torch.device("cpu"))
+    scale = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.3, 0.3, 0.4, 0.0]])
+    made = []
+    for form in ("loop", "fused"):
+        problem.half = form == "fused" and dtype == torch.float16
+        network = StackedNetwork(problem, n, conv=form)
+        if form == "fused":
+            sums = [place.layer for place in network.places if isinstance(place.layer, AddReLU)]
+            assert [layer.second is not None for layer in sums] == [False, True, False]
+            network.dtype = dtype
+        network.w.copy_(torch.cat([p.detach().flatten() for p in module.parameters()]).expand(n, -1))
+        network.w.add_(random(*network.w.shape, seed=3), alpha=0.05)
+        network.buffers.fill_(1.0)
+        loss = network.gradient(x, y, scale)
+        made.append((loss, network.g, network.buffers))
+    for plain, ours in zip(*made, strict=True):
+        assert close(ours, plain, 1e-5 if dtype == torch.float32 else 2e-2)
 
 
 class Dense(nn.Module):

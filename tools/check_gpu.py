@@ -230,7 +230,7 @@ def plain() -> nn.Module:
 
 
 class Branches(nn.Module):
-    """Sums of branches, a stride, channels beside channels that grow, and normalisations that nothing follows."""
+    """Sums of branches and of normalisations, a stride, channels that grow, and normalisations that nothing follows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,6 +238,7 @@ class Branches(nn.Module):
         self.norms = nn.ModuleList(nn.BatchNorm2d(c) for c in (16, 24, 32))
         self.convs = nn.ModuleList(nn.Conv2d(c, 8, 3, padding=1) for c in (16, 24))
         self.down, self.side = nn.Conv2d(32, 24, 3, stride=2, padding=1), nn.Conv2d(32, 24, 1, stride=2)
+        self.twice = nn.ModuleList(nn.Sequential(nn.Conv2d(24, 24, k, padding=k // 2), nn.BatchNorm2d(24)) for k in (3, 3, 1))
         self.ends = nn.ModuleList(nn.Sequential(nn.Conv2d(24, 6, 1), nn.BatchNorm2d(6), nn.ReLU()) for _ in range(2))
         self.relu, self.mean, self.head = nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Linear(12, 5)
 
@@ -247,6 +248,8 @@ class Branches(nn.Module):
         x = torch.cat([x, self.convs[1](self.relu(self.norms[1](x)))], 1)
         x = self.norms[2](x)
         x = self.relu(self.down(x) + self.side(x))
+        x = self.relu(self.twice[0](x) + x)
+        x = self.relu(self.twice[1](x) + self.twice[2](x))
         return self.head(torch.flatten(self.mean(torch.cat([end(x) for end in self.ends], 1)), 1))  # type: ignore[no-any-return]
 
 

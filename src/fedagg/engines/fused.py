@@ -18,7 +18,19 @@ from torch import Tensor
 
 from fedagg.engines import kernels
 from fedagg.engines.base import allows_tf32
-from fedagg.engines.layers import BatchNorm, Concatenate, Conv, Linear, MaxPool, Place, ReLU, packed, users
+from fedagg.engines.layers import (
+    Add,
+    BatchNorm,
+    Concatenate,
+    Conv,
+    Linear,
+    MaxPool,
+    Place,
+    ReLU,
+    aten,
+    packed,
+    users,
+)
 from fedagg.engines.sequence import Recurrent
 
 WIDEST = 11  # largest window: its pixels are numbered in a byte
@@ -35,7 +47,8 @@ def block(size: int, most: int) -> int:
 
 
 def fuse(places: list[Place]) -> None:
-    """Fuse normalisation, 2×2 max pooling and ReLU where they follow each other and nothing else reads the values between."""
+    """Fuse normalisation, addition, 2×2 max pooling and ReLU where they follow each other and nothing else reads the values
+    between."""
     count = users(places)
     for place in list(places):
         source = place.sources[0]
@@ -48,6 +61,18 @@ def fuse(places: list[Place]) -> None:
         below = source.sources[0]
         if isinstance(source.layer, FusedNorm) and source.layer.then == 0:
             source.layer.then = 1
+            merge(places, place, source)
+            count[source] = count[place]
+        elif isinstance(source.layer, Add):
+            parts = [part for part in source.sources if part is not None and count[part] == 1]
+            norms = {part: part.layer for part in parts if isinstance(part.layer, FusedNorm) and part.layer.then == 0}
+            if not norms:
+                continue
+            source.layer = AddReLU(*norms.values())
+            source.sources.sort(key=lambda part: part not in norms)
+            for part in norms:  # directly before the sum: see AddReLU
+                places.remove(part)
+                places.insert(places.index(source), part)
             merge(places, place, source)
             count[source] = count[place]
         elif isinstance(source.layer, MaxPool) and source.layer.halves:
@@ -427,6 +452,7 @@ class FusedNorm(BatchNorm):
         self.__dict__.update(vars(norm))
         self.then, self.spare = then, False
         self.target: tuple[DirectConcatenate, int] | None = None  # the concatenation that receives the result, and where
+        self.left = False  # is the last pass left to the layer that reads the result?
 
     def forward(self, x: Tensor) -> Tensor:
         n, channels = self.w.shape
@@ -450,13 +476,24 @@ class FusedNorm(BatchNorm):
         if self.then == 2:
             y, self.where = pooled(packed(x), self.kept, n)
             return y
+        return x if self.left else self.affine(x, self.then == 1)
+
+    def affine(self, x: Tensor, relu: bool, other: Tensor | None = None, second: FusedNorm | None = None) -> Tensor:
+        """The normalised x; plus `other`, if it is given, normalised by `second`, if that is given; and with `relu` a ReLU."""
+        n, channels = self.w.shape
+        add = 0 if other is None else 1 if second is None else 2
+        (x, apart), (other, beside) = with_pitch(x), with_pitch(x if other is None else other)
         if self.target is not None:
             joint, at = self.target
             y = joint.room(x)[:, at : at + channels]
         else:
             y = torch.empty(x.shape, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
-        grid = (triton.cdiv(self.m, tile["BM"]), blocks, n)
-        kernels.affine[grid](x, y, self.kept, self.m, channels, apart, with_pitch(y)[1], n, RELU=self.then == 1, **tile)
+        tile = self.tile()
+        kept = self.kept if second is None else second.kept
+        grid = (triton.cdiv(self.m, tile["BM"]), triton.cdiv(channels, tile["BC"]), n)
+        kernels.affine[grid](
+            x, other, y, self.kept, kept, self.m, channels, apart, beside, with_pitch(y)[1], n, ADD=add, RELU=relu, **tile
+        )
         return y
 
     def backward(self, dy: Tensor, need: bool, onto: Tensor | None = None) -> Tensor:
@@ -497,6 +534,30 @@ class FusedNorm(BatchNorm):
         spans = triton.cdiv(self.m, self.span)
         a, b = self.w.new_empty(2, spans, n, channels)
         return blocks, spans, a, b
+
+
+class AddReLU(Add):
+    """The sum of a normalisation's result and another branch, which may be one too, and a ReLU, in one pass: what is added is not
+    stored. In the backward pass normalisations are next and only read the gradient. After them it is the other branch's own."""
+
+    keeps, shares = True, False
+
+    def __init__(self, norm: FusedNorm, second: FusedNorm | None = None) -> None:
+        self.norm, self.second = norm, second
+        for layer in (norm, second):
+            if layer is not None:
+                layer.left = True
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        self.shapes = a.shape, b.shape
+        if a.shape == b.shape:
+            self.y = self.norm.affine(a, True, b, self.second)
+        else:
+            self.y = super().forward(self.norm.affine(a, False), b if self.second is None else self.second.affine(b, False)).relu_()
+        return self.y
+
+    def backward(self, dy: Tensor, need: bool) -> list[Tensor]:
+        return super().backward(aten.threshold_backward(dy, self.y, 0), need)
 
 
 class FusedRecurrent(Recurrent):

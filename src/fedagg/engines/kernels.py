@@ -608,8 +608,25 @@ def settle_gradient(
 
 
 @triton.jit
-def affine(x_ptr, y_ptr, kept_ptr, M, C, XC, YC, N, RELU: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
-    """y = p x + q for every client and channel; with RELU, max(y, 0)."""
+def affine(
+    x_ptr,
+    other_ptr,
+    y_ptr,
+    kept_ptr,
+    other_kept_ptr,
+    M,
+    C,
+    XC,
+    OC,
+    YC,
+    N,
+    ADD: tl.constexpr,
+    RELU: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """y = p x + q for every client and channel, plus another image as it is (ADD = 1) or normalised too (2); with RELU, max(y, 0).
+    Pixels are XC, OC and YC numbers apart."""
     n = tl.program_id(2).to(tl.int64)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -617,6 +634,13 @@ def affine(x_ptr, y_ptr, kept_ptr, M, C, XC, YC, N, RELU: tl.constexpr, BM: tl.c
     p = tl.load(kept_ptr + (2 * N + n) * C + c, mask=c < C, other=0.0)
     q = tl.load(kept_ptr + (3 * N + n) * C + c, mask=c < C, other=0.0)
     y = p[None, :] * tl.load(x_ptr + n * M * XC + m[:, None] * XC + c[None, :], mask=inside, other=0.0).to(tl.float32) + q[None, :]
+    if ADD > 0:
+        other = tl.load(other_ptr + n * M * OC + m[:, None] * OC + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        if ADD == 2:
+            p = tl.load(other_kept_ptr + (2 * N + n) * C + c, mask=c < C, other=0.0)
+            q = tl.load(other_kept_ptr + (3 * N + n) * C + c, mask=c < C, other=0.0)
+            other = p[None, :] * other + q[None, :]
+        y += other
     tl.store(y_ptr + n * M * YC + m[:, None] * YC + c[None, :], tl.where(y <= 0.0, 0.0, y) if RELU else y, mask=inside)
 
 

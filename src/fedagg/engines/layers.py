@@ -172,6 +172,8 @@ class AveragePool:
 class Add:
     """The sum of two branches; broadcast axes are summed in the backward pass."""
 
+    shares = True  # both branches receive the same gradient
+
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         self.shapes = a.shape, b.shape
         return a + b
@@ -367,4 +369,4 @@ def spare(place: Place | None, count: Counter[Place | None]) -> bool:
 
 def fresh(layer: Layer, own: bool) -> bool:
     """Is the gradient that a layer sends back in memory that nothing else reads? `own` says so for the gradient it received."""
-    return not isinstance(layer, Add) and (own or not isinstance(layer, Concatenate | Flatten | Shift))
+    return not getattr(layer, "shares", False) and (own or not isinstance(layer, Concatenate | Flatten | Shift))
