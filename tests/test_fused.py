@@ -17,6 +17,7 @@ from fedagg.engines.base import Problem
 from fedagg.engines.batched import Batched
 from fedagg.engines.conv import Loop
 from fedagg.engines.fused import (
+    AddReLU,
     ConvPool,
     FusedConvolution,
     FusedNorm,
@@ -75,11 +76,14 @@ def test_convolution(n: int, images: int, channels: int, outputs: int, kernel: i
             assert close(ours_b, theirs_b)
 
 
-@pytest.mark.parametrize(("channels", "side", "stride"), [(3, 6, 1), (64, 6, 1), (64, 9, 1), (128, 8, 1), (64, 16, 2)])
-def test_convolution_of_short_numbers(channels: int, side: int, stride: int) -> None:
+@pytest.mark.parametrize(
+    ("channels", "outputs", "side", "stride"),
+    [(3, 20, 6, 1), (64, 20, 6, 1), (64, 20, 9, 1), (128, 20, 8, 1), (64, 20, 16, 2), (20, 64, 7, 1), (12, 128, 8, 2)],
+)
+def test_convolution_of_short_numbers(channels: int, outputs: int, side: int, stride: int) -> None:
     """Images and results in 16 bits, sums and weights' gradients in 32: against float32 on the same rounded images. (Triton's
     interpreter knows float16 only; the kernels ask for no kind by name.)"""
-    n, outputs = 2, 20
+    n = 2
     x, w, b = (
         random(n * 2, channels, side, side, seed=1).half(),
         random(n, outputs, channels, 3, 3, seed=2),
@@ -92,7 +96,12 @@ def test_convolution_of_short_numbers(channels: int, side: int, stride: int) -> 
     assert y.dtype == torch.float16
     assert close(y.float(), expected, 2**-10)
     dy = random(*expected.shape, seed=4).half()
-    assert close(fused.input_gradient(x, dy, w).float(), plain.input_gradient(x.float(), dy.float(), w), 2**-10)
+    dx = plain.input_gradient(x.float(), dy.float(), w)
+    assert close(fused.input_gradient(x, dy, w).float(), dx, 2**-10)
+    onto = random(*x.shape, seed=5).half()
+    expected = dx + onto.float()
+    assert fused.input_gradient(x, dy, w, onto) is onto
+    assert close(onto.float(), expected, 2**-10)
     (dw, db), (dw_plain, db_plain) = ((torch.zeros_like(w), torch.zeros_like(b)) for _ in range(2))
     fused.weight_gradient(x, dy, dw, db)
     plain.weight_gradient(x.float(), dy.float(), dw_plain, db_plain)
@@ -159,11 +168,11 @@ def test_pooling_of_windows_that_may_overlap(kernel: int, stride: int, padding: 
     ("then", "channels", "side", "short"),
     [
         ("", 5, 6, False), ("relu", 70, 3, False), ("relu pool", 5, 6, False),
-        ("", 70, 3, True), ("relu", 5, 6, True), ("relu pool", 70, 3, True),
+        ("", 70, 3, True), ("relu", 5, 6, True), ("relu pool", 70, 3, True), ("relu", 5, 48, False),
     ],
 )  # fmt: skip
 def test_batch_normalisation_and_what_follows(then: str, channels: int, side: int, short: bool) -> None:
-    """Three clients, one with padding, one that stands still."""
+    """Three clients, one with padding, one that stands still. Images of 48×48 are summed in more spans than fit in one tile."""
     n, batch = 3, 4
     live = torch.tensor([[1.0, 1, 1, 1], [1, 1, 1, 0], [0, 0, 0, 0]])
     x = 3.0 + random(n * batch, channels, side, side, seed=1)
@@ -326,6 +335,10 @@ def test_strides_and_single_pixels(kernel: int, stride: int, bias: bool, channel
     if db is not None and db_plain is not None:
         assert close(db, db_plain)
     assert close(fused.input_gradient(x, dy, w), plain.input_gradient(x, dy, w))
+    onto = random(n * 2, channels + 3, side, side, seed=5)[:, 1 : 1 + channels]  # a part of more channels
+    expected = plain.input_gradient(x, dy, w) + onto
+    assert close(fused.input_gradient(x, dy, w, onto.clone(memory_format=torch.channels_last)), expected)
+    assert close(fused.input_gradient(x, dy, w, onto), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -392,6 +405,54 @@ def test_a_network_with_branches_makes_the_same_gradients() -> None:
         made.append((loss, network.g, network.buffers))
     for plain, ours in zip(*made, strict=True):
         assert close(ours, plain)
+
+
+class Residual(nn.Module):
+    """Sums with ReLU: of a normalisation and an image that is read again before the sum, of two normalisations, of one with a ReLU
+    of its own, of one of an image's mean with the image, and of none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.side = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.convs = nn.ModuleList(nn.Conv2d(8, 8, k, stride, k // 2) for k, stride in ((3, 1), (3, 2), (1, 2), (3, 1)))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(5))
+        self.relu, self.mean, self.head = nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        y = self.norms[0](self.convs[0](x))
+        z = self.side(x)
+        x = self.relu(self.relu(x + y) + z)
+        x = self.relu(self.norms[1](self.convs[1](x)) + self.norms[2](self.convs[2](x)))
+        x = self.relu(self.relu(self.norms[3](self.convs[3](x))) + x)
+        x = self.relu(self.norms[4](self.mean(x)) + x)
+        return self.head(torch.flatten(self.mean(x), 1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_sums_of_branches_and_relu_in_one(dtype: torch.dtype) -> None:
+    n, batch = 2, 4
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        module = Residual()
+    x, y = random(n * batch, 3, 6, 6, seed=1), torch.arange(n * batch) % 5
+    problem = Problem(module, x, y, 5, ClientOptions(epochs=1, batch_size=batch), torch.device("cpu"))
+    scale = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.3, 0.3, 0.4, 0.0]])
+    made = []
+    for form in ("loop", "fused"):
+        problem.half = form == "fused" and dtype == torch.float16
+        network = StackedNetwork(problem, n, conv=form)
+        if form == "fused":
+            sums = [place.layer for place in network.places if isinstance(place.layer, AddReLU)]
+            assert [layer.second is not None for layer in sums] == [False, True, False]
+            network.dtype = dtype
+        network.w.copy_(torch.cat([p.detach().flatten() for p in module.parameters()]).expand(n, -1))
+        network.w.add_(random(*network.w.shape, seed=3), alpha=0.05)
+        network.buffers.fill_(1.0)
+        loss = network.gradient(x, y, scale)
+        made.append((loss, network.g, network.buffers))
+    for plain, ours in zip(*made, strict=True):
+        assert close(ours, plain, 1e-5 if dtype == torch.float32 else 2e-2)
 
 
 class Dense(nn.Module):

@@ -85,8 +85,8 @@ def convolutions(bench: Bench) -> Iterator[Row]:
 
     # clients, images, channels, outputs, filter, padding, stride, side; with 64 channels and 16 bits images need no unrolling
     shapes = [(3, 2, 1, 32, 5, 2, 1, 12), (2, 3, 32, 64, 5, 2, 1, 6), (2, 2, 3, 20, 3, 1, 1, 7), (2, 2, 64, 70, 3, 1, 1, 8)]
-    shapes += [(2, 2, 32, 8, 3, 1, 2, 8), (2, 2, 128, 40, 3, 1, 2, 16), (2, 2, 4, 5, 5, 2, 3, 10)]
-    shapes = shapes if bench.cuda else [shapes[2], shapes[3], shapes[6]]
+    shapes += [(2, 2, 32, 8, 3, 1, 2, 8), (2, 2, 128, 40, 3, 1, 2, 16), (2, 2, 4, 5, 5, 2, 3, 10), (2, 2, 24, 128, 3, 1, 2, 9)]
+    shapes = shapes if bench.cuda else [shapes[2], shapes[3], shapes[6], shapes[7]]
     for precision in bench.precisions:
         dtype, limit = bench.set(precision)
         for n, images, channels, outputs, k, padding, stride, side in shapes:
@@ -99,18 +99,18 @@ def convolutions(bench: Bench) -> Iterator[Row]:
             leaves = [t.double().requires_grad_() for t in (x, w, b)]
             pieces = zip(leaves[0].chunk(n), leaves[1], leaves[2], strict=True)
             exact = torch.cat([functional.conv2d(xi, wi, bi, stride, padding) for xi, wi, bi in pieces])
-            dy = bench.random(*exact.shape).to(dtype)
+            dy, onto = bench.random(*exact.shape).to(dtype), bench.random(*x.shape).to(dtype)
             dx, dw, db = torch.autograd.grad(exact, leaves, dy.double())
-            worst = 0.0
+            wanted, worst = (exact.detach(), dx, dx + onto.double(), dw, db), 0.0
             for splits in (1, 264):  # the sum over pixels in one piece, or in several
                 fused = FusedConvolution(n, padding, stride)
                 fused.splits_for = splits
                 size = dw[0].numel()
                 g = torch.full((n, 7 + size + outputs), torch.nan, device=bench.device)  # rows of a larger whole, as in a network
-                made = [fused.forward(x, w, b), fused.input_gradient(x, dy, w)]
+                made = [fused.forward(x, w, b), fused.input_gradient(x, dy, w), fused.input_gradient(x, dy, w, onto.clone())]
                 fused.weight_gradient(x, dy, g[:, 7 : 7 + size].view_as(w), g[:, 7 + size :])
                 made += [g[:, 7 : 7 + size].view_as(w), g[:, 7 + size :]]
-                errors = [apart(ours, wanted) for ours, wanted in zip(made, (exact.detach(), dx, dw, db), strict=True)]
+                errors = [apart(ours, wanted) for ours, wanted in zip(made, wanted, strict=True)]
                 outside = 0.0 if g[:, :7].isnan().all() else torch.inf  # what lies beside must stay as it is
                 worst = float(np.max([worst, outside, *errors]))
             yield Row(
@@ -141,6 +141,30 @@ def pools(bench: Bench) -> Iterator[Row]:
             window = (k, stride, padding)
             what = f"pooling {k}×{k}, stride {stride}"
             yield check(layer, what, lambda x, window=window: functional.max_pool2d(x, *window), side, precision)
+
+
+def norms(bench: Bench) -> Iterator[Row]:
+    """Batch normalisation and ReLU, of so many pixels that their sums are in more spans than fit in one tile."""
+    from fedagg.engines.fused import FusedNorm
+    from fedagg.engines.layers import BatchNorm
+
+    n, images, side = 2, 4, 64 if bench.cuda else 48
+    for precision in ("fp32", "short"):
+        dtype, limit = bench.set(precision)
+        for channels in (5, 70) if bench.cuda else (5,):
+            x, w, b = 3.0 + bench.random(n * images, channels, side, side), bench.random(n, channels), bench.random(n, channels)
+            x, dy = x.to(dtype), bench.random(*x.shape).to(dtype)
+            leaves = [t.double().requires_grad_() for t in (x, w, b)]
+            pieces = zip(leaves[0].chunk(n), leaves[1], leaves[2], strict=True)
+            exact = torch.cat([functional.batch_norm(xi, None, None, wi, bi, training=True).relu() for xi, wi, bi in pieces])
+            wanted = [exact.detach(), *torch.autograd.grad(exact, leaves, dy.double())]
+            dw, db, mean, var = (torch.zeros(n, channels, device=bench.device) for _ in range(4))
+            norm = FusedNorm(BatchNorm(nn.BatchNorm2d(channels), w, b, dw, db, mean, var, torch.zeros_like(mean[:, :1])), then=1)
+            norm.live = torch.ones(n, images, device=bench.device)
+            norm.size = norm.live.sum(1, keepdim=True)
+            made = [norm.forward(x), norm.backward(dy, True), dw, db]
+            errors = [apart(ours, theirs) for ours, theirs in zip(made, wanted, strict=True)]
+            yield Row(f"normalisation of {channels} channels, {side}×{side}", bench.name(precision), float(np.max(errors)), limit)
 
 
 def steps(bench: Bench) -> Iterator[Row]:
@@ -206,7 +230,7 @@ def plain() -> nn.Module:
 
 
 class Branches(nn.Module):
-    """Sums of branches, a stride, channels beside channels that grow, and normalisations that nothing follows."""
+    """Sums of branches and of normalisations, a stride, channels that grow, and normalisations that nothing follows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,6 +238,7 @@ class Branches(nn.Module):
         self.norms = nn.ModuleList(nn.BatchNorm2d(c) for c in (16, 24, 32))
         self.convs = nn.ModuleList(nn.Conv2d(c, 8, 3, padding=1) for c in (16, 24))
         self.down, self.side = nn.Conv2d(32, 24, 3, stride=2, padding=1), nn.Conv2d(32, 24, 1, stride=2)
+        self.twice = nn.ModuleList(nn.Sequential(nn.Conv2d(24, 24, k, padding=k // 2), nn.BatchNorm2d(24)) for k in (3, 3, 1))
         self.ends = nn.ModuleList(nn.Sequential(nn.Conv2d(24, 6, 1), nn.BatchNorm2d(6), nn.ReLU()) for _ in range(2))
         self.relu, self.mean, self.head = nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Linear(12, 5)
 
@@ -223,6 +248,8 @@ class Branches(nn.Module):
         x = torch.cat([x, self.convs[1](self.relu(self.norms[1](x)))], 1)
         x = self.norms[2](x)
         x = self.relu(self.down(x) + self.side(x))
+        x = self.relu(self.twice[0](x) + x)
+        x = self.relu(self.twice[1](x) + self.twice[2](x))
         return self.head(torch.flatten(self.mean(torch.cat([end(x) for end in self.ends], 1)), 1))  # type: ignore[no-any-return]
 
 
@@ -405,7 +432,7 @@ class Launched(NamedTuple):
 class Launches:
     """Stands in for the module of kernels, and notes which are launched."""
 
-    INNER = ("total", "incoming_gradient", "moved", "tanh")  # called by other kernels
+    INNER = ("totals", "incoming_gradient", "moved", "tanh")  # called by other kernels
 
     def __init__(self, kernels: Any) -> None:
         self.kernels = kernels
@@ -417,7 +444,7 @@ class Launches:
         return getattr(self.kernels, name)
 
 
-PARTS = (convolutions, pools, steps, losses, networks, runs, texts)
+PARTS = (convolutions, pools, norms, steps, losses, networks, runs, texts)
 BY_PRECISION = (convolutions, networks)  # take long, for the compiler makes every kernel anew
 
 

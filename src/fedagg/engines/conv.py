@@ -13,11 +13,11 @@ from torch.nn import functional
 
 
 class Convolution(Protocol):
-    """x (n·B, C, H, W), w (n, O, C, k, k), b (n, O)."""
+    """x (n·B, C, H, W), w (n, O, C, k, k), b (n, O). The gradient of x may be added to `onto`, and may replace it."""
 
     def forward(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor: ...
 
-    def input_gradient(self, x: Tensor, dy: Tensor, w: Tensor) -> Tensor: ...
+    def input_gradient(self, x: Tensor, dy: Tensor, w: Tensor, onto: Tensor | None = None) -> Tensor: ...
 
     def weight_gradient(self, x: Tensor, dy: Tensor, dw: Tensor, db: Tensor | None) -> None: ...
 
@@ -41,9 +41,10 @@ class Loop:
         )
         return result
 
-    def input_gradient(self, x: Tensor, dy: Tensor, w: Tensor) -> Tensor:
+    def input_gradient(self, x: Tensor, dy: Tensor, w: Tensor, onto: Tensor | None = None) -> Tensor:
         pieces = zip(x.chunk(self.n), dy.chunk(self.n), w.unbind(), strict=True)
-        return joined([self.backward(xi, dyi, wi, [True, False, False])[0].float() for xi, dyi, wi in pieces])
+        dx = joined([self.backward(xi, dyi, wi, [True, False, False])[0].float() for xi, dyi, wi in pieces])
+        return dx if onto is None else dx.add_(onto)
 
     def weight_gradient(self, x: Tensor, dy: Tensor, dw: Tensor, db: Tensor | None) -> None:
         if db is not None:
@@ -74,13 +75,16 @@ class Pointwise:
         y = torch.bmm(rows, filters) if b is None else torch.baddbmm(b[:, None].to(x.dtype), rows, filters)
         return self.images(y, len(x), *x.shape[2:])
 
-    def input_gradient(self, x: Tensor, dy: Tensor, w: Tensor) -> Tensor:
-        dx = torch.bmm(self.rows(dy), w.flatten(2).to(dy.dtype))
-        return spread(self.images(dx, len(dy), *dy.shape[2:]), self.stride, x.shape[2], x.shape[3])
-
-    def add_input_gradient(self, onto: Tensor, dy: Tensor, w: Tensor) -> Tensor:
-        onto = channels_last(onto)
-        onto.permute(0, 2, 3, 1).view(self.n, -1, onto.shape[1]).baddbmm_(self.rows(dy), w.flatten(2).to(dy.dtype))
+    def input_gradient(self, x: Tensor, dy: Tensor, w: Tensor, onto: Tensor | None = None) -> Tensor:
+        rows, filters = self.rows(dy), w.flatten(2).to(dy.dtype)
+        if onto is not None and self.stride == 1:
+            onto = channels_last(onto)
+            self.rows(onto).baddbmm_(rows, filters)
+            return onto
+        dx = self.images(torch.bmm(rows, filters), len(dy), *dy.shape[2:])
+        if onto is None:
+            return spread(dx, self.stride, x.shape[2], x.shape[3])
+        onto[:, :, :: self.stride, :: self.stride] += dx
         return onto
 
     def weight_gradient(self, x: Tensor, dy: Tensor, dw: Tensor, db: Tensor | None) -> None:

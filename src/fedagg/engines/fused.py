@@ -18,7 +18,19 @@ from torch import Tensor
 
 from fedagg.engines import kernels
 from fedagg.engines.base import allows_tf32
-from fedagg.engines.layers import BatchNorm, Concatenate, Conv, Linear, MaxPool, Place, ReLU, packed, users
+from fedagg.engines.layers import (
+    Add,
+    BatchNorm,
+    Concatenate,
+    Conv,
+    Linear,
+    MaxPool,
+    Place,
+    ReLU,
+    aten,
+    packed,
+    users,
+)
 from fedagg.engines.sequence import Recurrent
 
 WIDEST = 11  # largest window: its pixels are numbered in a byte
@@ -35,7 +47,8 @@ def block(size: int, most: int) -> int:
 
 
 def fuse(places: list[Place]) -> None:
-    """Fuse normalisation, 2×2 max pooling and ReLU where they follow each other and nothing else reads the values between."""
+    """Fuse normalisation, addition, 2×2 max pooling and ReLU where they follow each other and nothing else reads the values
+    between."""
     count = users(places)
     for place in list(places):
         source = place.sources[0]
@@ -48,6 +61,18 @@ def fuse(places: list[Place]) -> None:
         below = source.sources[0]
         if isinstance(source.layer, FusedNorm) and source.layer.then == 0:
             source.layer.then = 1
+            merge(places, place, source)
+            count[source] = count[place]
+        elif isinstance(source.layer, Add):
+            parts = [part for part in source.sources if part is not None and count[part] == 1]
+            norms = {part: part.layer for part in parts if isinstance(part.layer, FusedNorm) and part.layer.then == 0}
+            if not norms:
+                continue
+            source.layer = AddReLU(*norms.values())
+            source.sources.sort(key=lambda part: part not in norms)
+            for part in norms:  # directly before the sum: see AddReLU
+                places.remove(part)
+                places.insert(places.index(source), part)
             merge(places, place, source)
             count[source] = count[place]
         elif isinstance(source.layer, MaxPool) and source.layer.halves:
@@ -119,15 +144,20 @@ class FusedConvolution:
 
     def convolve(
         self, x: Tensor, w: Tensor, b: Tensor | None, padding: int, sides: Sequence[int], stride: int = 1, spread: int = 1,
-        pool: bool = False,
+        pool: bool = False, back: bool = False, onto: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """w (n, O, k, k, C), contiguous: tensor cores want the summed axis innermost. The result, and which pixel of its window was
-        the largest, if it is pooled; `sides` are then those of the pool."""
-        n, outputs, k, _, channels = w.shape
+        """w (n, O, k, k, C), contiguous: tensor cores want the summed axis innermost. With `back`, it is (n, C, k, k, O) and read
+        backwards. The result, added to `onto`, and which pixel of its window was the largest, if it is pooled; `sides` are then
+        the pool's."""
+        n, k = w.shape[0], w.shape[2]
+        outputs, channels = (w.shape[4], w.shape[1]) if back else (w.shape[1], w.shape[4])
         images, _, height, width = x.shape
         ho, wo = sides
         x = packed(x)
-        y = torch.empty(images, outputs, ho, wo, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
+        if onto is None:
+            y = torch.empty(images, outputs, ho, wo, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
+        else:
+            y = packed(onto)
         where = torch.empty(y.numel() if pool else 0, dtype=torch.int8, device=x.device)
         m = images // n * ho * wo * (4 if pool else 1)
         tile = self.tile(outputs, k * k * channels, x.element_size(), m)
@@ -135,7 +165,7 @@ class FusedConvolution:
         bias = b if b is not None else w
         kernels.conv[grid](
             x, w, bias, y, where, m, height, width, ho, wo, padding, bias.stride(0), C=channels, O=outputs, K=k, STRIDE=stride,
-            SPREAD=spread, BIAS=b is not None, POOL=pool, PRECISION=precision(), **tile,
+            SPREAD=spread, BIAS=b is not None, POOL=pool, BACK=back, ADD=onto is not None, PRECISION=precision(), **tile,
         )  # fmt: skip
         return y, where
 
@@ -149,8 +179,9 @@ class FusedConvolution:
         filters, self.back = turned(w, x.dtype)
         return self.convolve(x, filters, b, self.padding, sides, stride=self.stride, pool=pool)
 
-    def input_gradient(self, x: Tensor, dy: Tensor, w: Tensor) -> Tensor:
-        return self.convolve(dy, self.back, None, w.shape[-1] - 1 - self.padding, x.shape[2:], spread=self.stride)[0]
+    def input_gradient(self, x: Tensor, dy: Tensor, w: Tensor, onto: Tensor | None = None) -> Tensor:
+        padding, back = w.shape[-1] - 1 - self.padding, self.back.element_size() == 2
+        return self.convolve(dy, self.back, None, padding, x.shape[2:], spread=self.stride, back=back, onto=onto)[0]
 
     def weight_gradient(self, x: Tensor, dy: Tensor, dw: Tensor, db: Tensor | None, turned: Tensor | None = None) -> None:
         """`turned` is dy in channels-first memory, if it is there already, with its sums in `db`."""
@@ -211,13 +242,16 @@ class FusedConvolution:
 
 
 def turned(w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """w (n, O, C, k, k) as (n, O, k, k, C), and as the filters of the transposed convolution, (n, C, k, k, O)."""
+    """w (n, O, C, k, k) as (n, O, k, k, C), and as the filters of the transposed convolution, (n, C, k, k, O). With 16 bits tensor
+    cores accept the summed axis anywhere, so the first serves as the second too: see `kernels.conv`, BACK."""
     n, outputs, channels, k, _ = w.shape
     y = torch.empty(n, outputs, k, k, channels, device=w.device, dtype=dtype)
-    z = torch.empty(n, channels, k, k, outputs, device=w.device, dtype=dtype)
-    tile: dict[str, Any] = {"BO": min(16, triton.next_power_of_2(outputs)), "BC": min(32, triton.next_power_of_2(channels))}
+    z = y if dtype.itemsize == 2 else torch.empty(n, channels, k, k, outputs, device=w.device, dtype=dtype)
+    taps = triton.next_power_of_2(k * k)
+    wide = min(64 if z is y else 16, triton.next_power_of_2(channels))
+    tile: dict[str, Any] = {"BO": max(1, min(4096 // (taps * wide), triton.next_power_of_2(outputs))), "BC": wide, "BT": taps}
     grid = (triton.cdiv(outputs, tile["BO"]), triton.cdiv(channels, tile["BC"]), n)
-    kernels.turn[grid](w, y, z, w.stride(0), outputs, channels, TAPS=k * k, num_warps=8, **tile)
+    kernels.turn[grid](w, y, z, w.stride(0), outputs, channels, TAPS=k * k, BACK=z is not y, num_warps=8, **tile)
     return y, z
 
 
@@ -322,7 +356,6 @@ class ConvPool(Conv):
     """Convolution, ReLU and 2×2 max pooling: the images between them are not stored."""
 
     kernel: FusedConvolution
-    adds = False
 
     def __init__(self, conv: Conv) -> None:
         self.__dict__.update(vars(conv))
@@ -348,7 +381,7 @@ class ConvPool(Conv):
             if self.db is not None:
                 torch.sum(sums.view(len(self.db), -1, channels), 1, out=self.db)
             self.kernel.weight_gradient(self.x, full, self.dw, self.db, turned)
-        return self.kernel.input_gradient(self.x, full, self.w) if need else dy
+        return self.kernel.input_gradient(self.x, full, self.w, onto) if need else dy
 
 
 def pooled(x: Tensor, kept: Tensor | None, n: int) -> tuple[Tensor, Tensor]:
@@ -419,6 +452,7 @@ class FusedNorm(BatchNorm):
         self.__dict__.update(vars(norm))
         self.then, self.spare = then, False
         self.target: tuple[DirectConcatenate, int] | None = None  # the concatenation that receives the result, and where
+        self.left = False  # is the last pass left to the layer that reads the result?
 
     def forward(self, x: Tensor) -> Tensor:
         n, channels = self.w.shape
@@ -432,9 +466,9 @@ class FusedNorm(BatchNorm):
         if self.training:
             kernels.moments[(blocks, spans, n)](x, self.live, a, b, self.m, self.span, self.area, channels, apart, n, **tile)
             self.kept = a.new_empty(4, n, channels)
-            kernels.settle[(blocks, n)](
+            kernels.settle[(triton.cdiv(channels, 16), n)](
                 a, b, x, near, self.size, self.w, self.b, self.w.stride(0), self.mean, self.var, self.seen, self.mean.stride(0),
-                self.kept, spans, self.area, channels, n, self.eps, self.momentum, BC=tile["BC"],
+                self.kept, spans, self.area, channels, n, self.eps, self.momentum, BS=block(spans, 64), BC=16,
             )  # fmt: skip
         else:
             self.kept = self.settled()
@@ -442,13 +476,24 @@ class FusedNorm(BatchNorm):
         if self.then == 2:
             y, self.where = pooled(packed(x), self.kept, n)
             return y
+        return x if self.left else self.affine(x, self.then == 1)
+
+    def affine(self, x: Tensor, relu: bool, other: Tensor | None = None, second: FusedNorm | None = None) -> Tensor:
+        """The normalised x; plus `other`, if it is given, normalised by `second`, if that is given; and with `relu` a ReLU."""
+        n, channels = self.w.shape
+        add = 0 if other is None else 1 if second is None else 2
+        (x, apart), (other, beside) = with_pitch(x), with_pitch(x if other is None else other)
         if self.target is not None:
             joint, at = self.target
             y = joint.room(x)[:, at : at + channels]
         else:
             y = torch.empty(x.shape, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
-        grid = (triton.cdiv(self.m, tile["BM"]), blocks, n)
-        kernels.affine[grid](x, y, self.kept, self.m, channels, apart, with_pitch(y)[1], n, RELU=self.then == 1, **tile)
+        tile = self.tile()
+        kept = self.kept if second is None else second.kept
+        grid = (triton.cdiv(self.m, tile["BM"]), triton.cdiv(channels, tile["BC"]), n)
+        kernels.affine[grid](
+            x, other, y, self.kept, kept, self.m, channels, apart, beside, with_pitch(y)[1], n, ADD=add, RELU=relu, **tile
+        )
         return y
 
     def backward(self, dy: Tensor, need: bool, onto: Tensor | None = None) -> Tensor:
@@ -461,9 +506,10 @@ class FusedNorm(BatchNorm):
             x, dy, self.where, self.kept, a, b, self.m, self.span, height, width, channels, apart, below, n, THEN=self.then, **tile
         )
         slopes = a.new_empty(2, n, channels)
-        kernels.settle_gradient[(blocks, n)](
-            a, b, self.kept, self.size, self.dw, self.db, self.dw.stride(0), slopes, spans, self.area, channels, n, BC=tile["BC"]
-        )
+        kernels.settle_gradient[(triton.cdiv(channels, 16), n)](
+            a, b, self.kept, self.size, self.dw, self.db, self.dw.stride(0), slopes, spans, self.area, channels, n,
+            BS=block(spans, 64), BC=16,
+        )  # fmt: skip
         if not need:
             return dy
         dx = x if self.spare else torch.empty(x.shape, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
@@ -488,6 +534,30 @@ class FusedNorm(BatchNorm):
         spans = triton.cdiv(self.m, self.span)
         a, b = self.w.new_empty(2, spans, n, channels)
         return blocks, spans, a, b
+
+
+class AddReLU(Add):
+    """The sum of a normalisation's result and another branch, which may be one too, and a ReLU, in one pass: what is added is not
+    stored. In the backward pass normalisations are next and only read the gradient. After them it is the other branch's own."""
+
+    keeps, shares = True, False
+
+    def __init__(self, norm: FusedNorm, second: FusedNorm | None = None) -> None:
+        self.norm, self.second = norm, second
+        for layer in (norm, second):
+            if layer is not None:
+                layer.left = True
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        self.shapes = a.shape, b.shape
+        if a.shape == b.shape:
+            self.y = self.norm.affine(a, True, b, self.second)
+        else:
+            self.y = super().forward(self.norm.affine(a, False), b if self.second is None else self.second.affine(b, False)).relu_()
+        return self.y
+
+    def backward(self, dy: Tensor, need: bool) -> list[Tensor]:
+        return super().backward(aten.threshold_backward(dy, self.y, 0), need)
 
 
 class FusedRecurrent(Recurrent):

@@ -28,6 +28,8 @@ def conv(
     SPREAD: tl.constexpr,
     BIAS: tl.constexpr,
     POOL: tl.constexpr,
+    BACK: tl.constexpr,
+    ADD: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
     BO: tl.constexpr,
@@ -35,7 +37,9 @@ def conv(
 ):
     """y[n, m, o] = Σ_k patch(x)[n, m, k] w[n, o, k] for one client n, a block of output pixels m and of channels o. Patches begin
     every STRIDE pixels. With SPREAD, the image's pixels are that far apart, with zeros between. With POOL, the four pixels of each
-    2×2 window follow each other, and only relu(max) of them is stored, as by `pool`. Clients' biases begin every ROW numbers."""
+    2×2 window follow each other, and only relu(max) of them is stored, as by `pool`. With BACK, y is the gradient of the input of a
+    convolution with the filters w[n, c, tap, o]: they take the place of w[n, o, last - tap, c]. With ADD, the result is added to y.
+    Clients' biases begin every ROW numbers."""
     n = tl.program_id(2).to(tl.int64)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     o = tl.program_id(1) * BO + tl.arange(0, BO)
@@ -53,7 +57,8 @@ def conv(
     for k0 in range(0, K * K * C, BK):
         k = k0 + tl.arange(0, BK)
         if C % BK == 0:  # the whole block is at one tap: whether it is inside depends only on the pixel
-            i, j = k0 // C // K, k0 // C % K
+            tap = k0 // C
+            i, j = tap // K, tap % K
             r, s = row + i, col + j
             inside = (r >= 0) & (r < SPREAD * H) & (s >= 0) & (s < SPREAD * W) & (m < M)
             if SPREAD > 1:
@@ -71,7 +76,8 @@ def conv(
                 inside = inside & (r % SPREAD == 0) & (s % SPREAD == 0)
             at = (image[:, None] * H + r // SPREAD) * W + s // SPREAD
             a = tl.load(x_ptr + at * C + c[None, :], mask=inside, other=0.0)
-        b = tl.load(w_ptr + k[:, None] + o[None, :] * (K * K * C), mask=(k < K * K * C)[:, None] & (o < O)[None, :], other=0.0)
+        place = ((c * (K * K) + K * K - 1 - tap) * O)[:, None] + o[None, :] if BACK else k[:, None] + o[None, :] * (K * K * C)
+        b = tl.load(w_ptr + place, mask=(k < K * K * C)[:, None] & (o < O)[None, :], other=0.0)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     if BIAS:
         acc += tl.load(b_ptr + n * ROW + o, mask=o < O, other=0.0)[None, :]
@@ -83,7 +89,11 @@ def conv(
         tl.store(y_ptr + at, tl.where(best <= 0.0, 0.0, best), mask=inside)
         tl.store(where_ptr + at, tl.where(best <= 0.0, 4, which).to(tl.int8), mask=inside)
     else:
-        tl.store(y_ptr + n * M * O + m[:, None] * O + o[None, :], acc, mask=(m < M)[:, None] & (o < O)[None, :])
+        at = y_ptr + n * M * O + m[:, None] * O + o[None, :]
+        live = (m < M)[:, None] & (o < O)[None, :]
+        if ADD:
+            acc += tl.load(at, mask=live, other=0.0).to(tl.float32)
+        tl.store(at, acc, mask=live)
 
 
 @triton.jit
@@ -228,20 +238,39 @@ def unroll(
 
 
 @triton.jit
-def turn(w_ptr, y_ptr, z_ptr, STRIDE, O, C, TAPS: tl.constexpr, BO: tl.constexpr, BC: tl.constexpr):
-    """y[n, o, tap, c] = w[n, o, c, tap], as `conv` reads weights, and z[n, c, last - tap, o] for the gradient of its input."""
+def turn(
+    w_ptr,
+    y_ptr,
+    z_ptr,
+    STRIDE,
+    O,
+    C,
+    TAPS: tl.constexpr,
+    BACK: tl.constexpr,
+    BO: tl.constexpr,
+    BC: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """y[n, o, tap, c] = w[n, o, c, tap], as `conv` reads weights; with BACK, also z[n, c, last - tap, o] for the gradient of its
+    input. A tile is read in the order of w and turned on the chip, so that reads and writes are in runs; taps are filled up to BT,
+    a power of two."""
     n = tl.program_id(2).to(tl.int64)
     o = tl.program_id(0) * BO + tl.arange(0, BO)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
+    tap = tl.arange(0, BT)
     w_ptr += n * STRIDE
     y_ptr += n * O * C * TAPS
-    z_ptr += n * O * C * TAPS
-    live = (o < O)[:, None] & (c < C)[None, :]
-    for tap in tl.static_range(TAPS):
-        tile = tl.load(w_ptr + (o[:, None] * C + c[None, :]) * TAPS + tap, mask=live, other=0.0)
-        tl.store(y_ptr + (o[:, None] * TAPS + tap) * C + c[None, :], tile, mask=live)
-        back = z_ptr + (c[:, None] * TAPS + (TAPS - 1 - tap)) * O + o[None, :]
-        tl.store(back, tl.trans(tile), mask=(c < C)[:, None] & (o < O)[None, :])
+    at = (o[:, None, None] * C + c[None, :, None]) * TAPS + tap[None, None, :]
+    live = (o < O)[:, None, None] & (c < C)[None, :, None] & (tap < TAPS)[None, None, :]
+    tile = tl.load(w_ptr + at, mask=live, other=0.0).to(y_ptr.dtype.element_ty)
+    at = (o[:, None, None] * TAPS + tap[None, :, None]) * C + c[None, None, :]
+    live = (o < O)[:, None, None] & (tap < TAPS)[None, :, None] & (c < C)[None, None, :]
+    tl.store(y_ptr + at, tl.permute(tile, (0, 2, 1)), mask=live)
+    if BACK:
+        z_ptr += n * O * C * TAPS
+        at = (c[:, None, None] * TAPS + (TAPS - 1 - tap)[None, :, None]) * O + o[None, None, :]
+        live = (c < C)[:, None, None] & (tap < TAPS)[None, :, None] & (o < O)[None, None, :]
+        tl.store(z_ptr + at, tl.permute(tile, (1, 2, 0)), mask=live)
 
 
 @triton.jit
@@ -396,7 +425,8 @@ def moments(x_ptr, live_ptr, a_ptr, b_ptr, M, SPAN, PIXELS, C, XC, N, BM: tl.con
     live_ptr += n * (M // PIXELS)
     a = tl.zeros((BM, BC), dtype=tl.float32)
     b = tl.zeros((BM, BC), dtype=tl.float32)
-    for m0 in range(span * SPAN, min((span + 1) * SPAN, M), BM):
+    # In stages, so that the next tiles are on their way: sums of two tiles take so many registers that few programs run at once.
+    for m0 in tl.range(span * SPAN, min((span + 1) * SPAN, M), BM, num_stages=3):
         m = m0 + tl.arange(0, BM)
         live = tl.load(live_ptr + m // PIXELS, mask=m < M, other=0.0)
         x = tl.load(x_ptr + m[:, None] * XC + c[None, :], mask=(m < M)[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
@@ -409,12 +439,17 @@ def moments(x_ptr, live_ptr, a_ptr, b_ptr, M, SPAN, PIXELS, C, XC, N, BM: tl.con
 
 
 @triton.jit
-def total(part_ptr, n, c, SPANS, C, N, BC: tl.constexpr):
-    """The sum over spans of client n's parts."""
-    whole = tl.zeros((BC,), dtype=tl.float32)
-    for span in range(SPANS):
-        whole += tl.load(part_ptr + (span * N + n) * C + c, mask=c < C, other=0.0)
-    return whole
+def totals(a_ptr, b_ptr, n, c, SPANS, C, N, BS: tl.constexpr, BC: tl.constexpr):
+    """The sums over spans of client n's parts a and b. BS spans are loaded at a time: a load takes far longer than a sum."""
+    a = tl.zeros((BS, BC), dtype=tl.float32)
+    b = tl.zeros((BS, BC), dtype=tl.float32)
+    for s0 in range(0, SPANS, BS):
+        span = s0 + tl.arange(0, BS)
+        inside = (span < SPANS)[:, None] & (c < C)[None, :]
+        at = ((span * N + n) * C)[:, None] + c[None, :]
+        a += tl.load(a_ptr + at, mask=inside, other=0.0)
+        b += tl.load(b_ptr + at, mask=inside, other=0.0)
+    return tl.sum(a, 0), tl.sum(b, 0)
 
 
 @triton.jit
@@ -438,6 +473,7 @@ def settle(
     N,
     EPS,
     MOMENTUM,
+    BS: tl.constexpr,
     BC: tl.constexpr,
 ):
     """Turn the sums of `moments` into what normalises client n: out[0] centre, [1] 1 / deviation, [2] p and [3] q of y = p x + q.
@@ -445,28 +481,33 @@ def settle(
     n = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     inside = c < C
-    a, b = total(a_ptr, n, c, SPANS, C, N, BC), total(b_ptr, n, c, SPANS, C, N, BC)
+    first = seen_ptr + n * KEPT + c * 0
+    # All loads before the sums: those end in a barrier, and what is loaded after it is waited for once more.
     size = tl.load(size_ptr + n)
+    near = tl.load(near_ptr + n * NEAR + c, mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(w_ptr + n * ROW + c, mask=inside, other=0.0)
+    bias = tl.load(bias_ptr + n * ROW + c, mask=inside, other=0.0)
+    mean = tl.load(mean_ptr + n * KEPT + c, mask=inside, other=0.0)
+    kept = tl.load(var_ptr + n * KEPT + c, mask=inside, other=0.0)
+    seen = tl.load(first, mask=c == 0, other=0.0)
+    a, b = totals(a_ptr, b_ptr, n, c, SPANS, C, N, BS, BC)
     count = tl.maximum(size * PIXELS, 1.0)
     off = a / count
     var = tl.maximum(b / count - off * off, 0.0)
-    centre = tl.load(near_ptr + n * NEAR + c, mask=inside, other=0.0).to(tl.float32) + off
+    centre = near + off
     scale = 1.0 / tl.sqrt(var + EPS)
-    gain = tl.load(w_ptr + n * ROW + c, mask=inside, other=0.0) * scale
+    gain = w * scale
     out = out_ptr + n * C + c
     tl.store(out, centre, mask=inside)
     tl.store(out + N * C, scale, mask=inside)
     tl.store(out + 2 * N * C, gain, mask=inside)
-    tl.store(out + 3 * N * C, tl.load(bias_ptr + n * ROW + c, mask=inside, other=0.0) - centre * gain, mask=inside)
+    tl.store(out + 3 * N * C, bias - centre * gain, mask=inside)
     active = tl.where(size > 0, 1.0, 0.0)
     pull = MOMENTUM * active
-    mean = tl.load(mean_ptr + n * KEPT + c, mask=inside, other=0.0)
     tl.store(mean_ptr + n * KEPT + c, mean + pull * (centre - mean), mask=inside)
-    kept = tl.load(var_ptr + n * KEPT + c, mask=inside, other=0.0)
     free = count / tl.maximum(count - 1.0, 1.0)
     tl.store(var_ptr + n * KEPT + c, kept + pull * (var * free - kept), mask=inside)
-    first = seen_ptr + n * KEPT + c * 0
-    tl.store(first, tl.load(first, mask=c == 0, other=0.0) + active, mask=c == 0)
+    tl.store(first, seen + active, mask=c == 0)
 
 
 @triton.jit
@@ -519,7 +560,8 @@ def gradient_moments(
     q = tl.load(kept + 3 * N * C, mask=c < C, other=0.0)
     a = tl.zeros((BM, BC), dtype=tl.float32)
     b = tl.zeros((BM, BC), dtype=tl.float32)
-    for m0 in range(span * SPAN, min((span + 1) * SPAN, M), BM):
+    # In stages, as in `moments`.
+    for m0 in tl.range(span * SPAN, min((span + 1) * SPAN, M), BM, num_stages=3):
         m = m0 + tl.arange(0, BM)
         inside = (m < M)[:, None] & (c < C)[None, :]
         x = tl.load(x_ptr + n * M * XC + m[:, None] * XC + c[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -532,28 +574,61 @@ def gradient_moments(
 
 
 @triton.jit
-def settle_gradient(a_ptr, b_ptr, kept_ptr, size_ptr, dw_ptr, db_ptr, ROW, out_ptr, SPANS, PIXELS, C, N, BC: tl.constexpr):
+def settle_gradient(
+    a_ptr,
+    b_ptr,
+    kept_ptr,
+    size_ptr,
+    dw_ptr,
+    db_ptr,
+    ROW,
+    out_ptr,
+    SPANS,
+    PIXELS,
+    C,
+    N,
+    BS: tl.constexpr,
+    BC: tl.constexpr,
+):
     """Turn the sums of `gradient_moments` into the gradients of gain and bias, and out[0] u and [1] v of dx = p dy + u x + v."""
     n = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     inside = c < C
-    a, b = total(a_ptr, n, c, SPANS, C, N, BC), total(b_ptr, n, c, SPANS, C, N, BC)
     kept = kept_ptr + n * C + c
     centre = tl.load(kept, mask=inside, other=0.0)
     scale = tl.load(kept + N * C, mask=inside, other=0.0)
     gain = tl.load(kept + 2 * N * C, mask=inside, other=0.0)
+    size = tl.load(size_ptr + n)
+    a, b = totals(a_ptr, b_ptr, n, c, SPANS, C, N, BS, BC)
     dw = b * scale
     tl.store(db_ptr + n * ROW + c, a, mask=inside)
     tl.store(dw_ptr + n * ROW + c, dw, mask=inside)
-    count = tl.maximum(tl.load(size_ptr + n) * PIXELS, 1.0)
+    count = tl.maximum(size * PIXELS, 1.0)
     slope = -gain * scale * dw / count
     tl.store(out_ptr + n * C + c, slope, mask=inside)
     tl.store(out_ptr + (N + n) * C + c, -gain * a / count - centre * slope, mask=inside)
 
 
 @triton.jit
-def affine(x_ptr, y_ptr, kept_ptr, M, C, XC, YC, N, RELU: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
-    """y = p x + q for every client and channel; with RELU, max(y, 0)."""
+def affine(
+    x_ptr,
+    other_ptr,
+    y_ptr,
+    kept_ptr,
+    other_kept_ptr,
+    M,
+    C,
+    XC,
+    OC,
+    YC,
+    N,
+    ADD: tl.constexpr,
+    RELU: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """y = p x + q for every client and channel, plus another image as it is (ADD = 1) or normalised too (2); with RELU, max(y, 0).
+    Pixels are XC, OC and YC numbers apart."""
     n = tl.program_id(2).to(tl.int64)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -561,6 +636,13 @@ def affine(x_ptr, y_ptr, kept_ptr, M, C, XC, YC, N, RELU: tl.constexpr, BM: tl.c
     p = tl.load(kept_ptr + (2 * N + n) * C + c, mask=c < C, other=0.0)
     q = tl.load(kept_ptr + (3 * N + n) * C + c, mask=c < C, other=0.0)
     y = p[None, :] * tl.load(x_ptr + n * M * XC + m[:, None] * XC + c[None, :], mask=inside, other=0.0).to(tl.float32) + q[None, :]
+    if ADD > 0:
+        other = tl.load(other_ptr + n * M * OC + m[:, None] * OC + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        if ADD == 2:
+            p = tl.load(other_kept_ptr + (2 * N + n) * C + c, mask=c < C, other=0.0)
+            q = tl.load(other_kept_ptr + (3 * N + n) * C + c, mask=c < C, other=0.0)
+            other = p[None, :] * other + q[None, :]
+        y += other
     tl.store(y_ptr + n * M * YC + m[:, None] * YC + c[None, :], tl.where(y <= 0.0, 0.0, y) if RELU else y, mask=inside)
 
 

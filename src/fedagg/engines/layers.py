@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from fedagg.engines.conv import Convolution, Pointwise
+from fedagg.engines.conv import Convolution
 from fedagg.engines.graph import pair
 from fedagg.engines.sequence import Shift
 
@@ -97,6 +97,8 @@ class Linear:
 
 
 class Conv:
+    adds = True
+
     def __init__(self, kernel: Convolution, w: Tensor, b: Tensor | None, dw: Tensor, db: Tensor | None) -> None:
         self.kernel, self.w, self.b, self.dw, self.db = kernel, w, b, dw, db
 
@@ -104,15 +106,9 @@ class Conv:
         self.x = x
         return self.kernel.forward(x, self.w, self.b)
 
-    @property
-    def adds(self) -> bool:
-        return isinstance(self.kernel, Pointwise) and self.kernel.stride == 1
-
     def backward(self, dy: Tensor, need: bool, onto: Tensor | None = None) -> Tensor:
         self.kernel.weight_gradient(self.x, dy, self.dw, self.db)
-        if onto is not None and isinstance(self.kernel, Pointwise):
-            return self.kernel.add_input_gradient(onto, dy, self.w)
-        return self.kernel.input_gradient(self.x, dy, self.w) if need else dy
+        return self.kernel.input_gradient(self.x, dy, self.w, onto) if need else dy
 
 
 class ReLU:
@@ -175,6 +171,8 @@ class AveragePool:
 
 class Add:
     """The sum of two branches; broadcast axes are summed in the backward pass."""
+
+    shares = True  # both branches receive the same gradient
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         self.shapes = a.shape, b.shape
@@ -371,4 +369,4 @@ def spare(place: Place | None, count: Counter[Place | None]) -> bool:
 
 def fresh(layer: Layer, own: bool) -> bool:
     """Is the gradient that a layer sends back in memory that nothing else reads? `own` says so for the gradient it received."""
-    return not isinstance(layer, Add) and (own or not isinstance(layer, Concatenate | Flatten | Shift))
+    return not getattr(layer, "shares", False) and (own or not isinstance(layer, Concatenate | Flatten | Shift))
