@@ -453,6 +453,8 @@ class Bold(FedAgg):
 
 @pytest.mark.slow
 def test_the_limit_saves_a_run_whose_rate_is_too_high(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone: the guard would halve the rate later."""
+    monkeypatch.setattr(guard, "rising", lambda *given: False)
     found = []
     for limit in (1.0, 1e9):
         monkeypatch.setattr("fedagg.algorithms.fedagg.CLIP", limit)
@@ -743,6 +745,41 @@ def test_a_broken_model_is_undone() -> None:
     assert torch.equal(back.w, before.w)
     assert method.state["rate"] == 0.025
     assert not method.state["known"]  # with the field
+
+
+class Creeping(Quadratic):
+    """Clients' own training goes well, and yet a round makes the model grow, by a hundredth at a rate of ½, or shrink, below ¼."""
+
+    def run(self, model: Model, work: Work, jobs: list[Job], memory: Any) -> Any:
+        for chunk in super().run(model, work, jobs, memory):
+            field = torch.zeros_like(model.w) if work.field is None else work.field[0]
+            chunk.delta = (0.04 * (float(work.rate[0]) - 0.25) * model.w)[None]
+            chunk.first, chunk.behind = model.w.square(), (model.w + work.behind * field).square()
+            chunk.loss = chunk.first / 2
+            yield chunk
+
+
+def crept(rate: float, total: int = 6) -> tuple[float, float]:
+    """The model's loss after forty rounds from 1, and the rate."""
+    method, model = started(lr=rate, pace="base"), Model(torch.ones(1), torch.zeros(0))
+    for t in range(40):
+        model = method.round(model, federation_of(6, model.w, t=t, total=total, engine=Creeping()))
+    return float(model.w.square()), method.state["rate"]
+
+
+def test_a_loss_that_creeps_up_halves_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: at a rate of 1 a round multiplies the loss by 1.03² = 1.061, so that after a few its mean rise is a hundredth; at ½
+    by 1.02; at ¼ it stays. No single round is bad enough for the other cases of the guard."""
+    loss, rate = crept(1.0)
+    assert (loss < 2.0, rate) == (True, 0.25)
+    with monkeypatch.context() as without:
+        without.setattr(guard, "rising", lambda *given: False)
+        assert crept(1.0) == (pytest.approx(1.03**80, rel=1e-4), 1.0)
+
+
+@pytest.mark.parametrize(("rate", "total"), [(0.125, 6), (1.0, 13)])
+def test_the_rate_stays_if_the_loss_falls_or_other_clients_were_asked_before(rate: float, total: int) -> None:
+    assert crept(rate, total)[1] == rate
 
 
 # --- the average ----------------------------------------------------------------------------------------------------

@@ -57,6 +57,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "mini-mlp-dir03-10-of-10": {**MINI, **SMALL, "partition": "dirichlet", "sigma": 0.3},
     "mini-mlp-one-shard": {**MINI, "partition": "shards", "shards": 1, "rounds": 60},
     "mini-mlp-one-shard-5-of-50": {**MINI, "partition": "shards", "shards": 1, "clients": 50, "participation": 0.1, "rounds": 60},
+    "mini-mlp-one-shard-5-of-10": {**MINI, **SMALL, "participation": 0.5, "partition": "shards", "shards": 1},
     "mini-mlp-one-shard-10-of-10": {**MINI, **SMALL, "partition": "shards", "shards": 1},
 }
 # Constants of the algorithm in capitals, settings of a run in small letters.

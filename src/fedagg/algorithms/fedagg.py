@@ -223,6 +223,8 @@ class FedAgg(Algorithm):
         guard.keep(self.state, model, usual)
         if looked:
             self.look_back(out)
+            if guard.rising(self.state["trend"], out, clients, self.state["start"]):
+                self.state |= {"rate": self.state["rate"] / 2, "trend": 0.0}
         self.learn(work, out)
         self.state["back"] = float(out.theta @ out.travel)
         nxt = self.decayed(model.moved(out.mean, out.buffers), out)

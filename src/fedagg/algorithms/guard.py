@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fedagg import meanfield
 from fedagg.clients import Clients, Outcome
 from fedagg.flat import Model
 
@@ -47,6 +48,13 @@ def unruly(out: Outcome, start: float = 0.0) -> bool:
 def broken(out: Outcome, start: float = 0.0) -> bool:
     """Did the last step break the model? Its loss has jumped, on the same samples as before the step."""
     return float(out.first.mean()) - doubt(out.first - out.behind) > worse(float(out.behind.mean()), start)
+
+
+def rising(trend: float, out: Outcome, clients: Clients, start: float = 0.0) -> bool:
+    """Does the loss rise, by this much in a mean round? If fewer than half of the clients take part, other clients were asked in
+    the round before, and a rise may be theirs."""
+    level = max(abs(float(out.first.mean())), abs(start))
+    return 2 * len(out.clients) >= clients.total and trend > meanfield.PLATEAU * level
 
 
 def blown_up(clients: Clients) -> bool:

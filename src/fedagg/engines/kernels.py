@@ -425,8 +425,7 @@ def moments(x_ptr, live_ptr, a_ptr, b_ptr, M, SPAN, PIXELS, C, XC, N, BM: tl.con
     live_ptr += n * (M // PIXELS)
     a = tl.zeros((BM, BC), dtype=tl.float32)
     b = tl.zeros((BM, BC), dtype=tl.float32)
-    # In stages, so that the next tiles are on their way: sums of two tiles take so many registers that few programs run at once.
-    for m0 in tl.range(span * SPAN, min((span + 1) * SPAN, M), BM, num_stages=3):
+    for m0 in range(span * SPAN, min((span + 1) * SPAN, M), BM):
         m = m0 + tl.arange(0, BM)
         live = tl.load(live_ptr + m // PIXELS, mask=m < M, other=0.0)
         x = tl.load(x_ptr + m[:, None] * XC + c[None, :], mask=(m < M)[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
@@ -560,7 +559,7 @@ def gradient_moments(
     q = tl.load(kept + 3 * N * C, mask=c < C, other=0.0)
     a = tl.zeros((BM, BC), dtype=tl.float32)
     b = tl.zeros((BM, BC), dtype=tl.float32)
-    # In stages, as in `moments`.
+    # In stages, so that the next tiles are on their way: sums of two tiles take so many registers that few programs run at once.
     for m0 in tl.range(span * SPAN, min((span + 1) * SPAN, M), BM, num_stages=3):
         m = m0 + tl.arange(0, BM)
         inside = (m < M)[:, None] & (c < C)[None, :]
