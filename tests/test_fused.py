@@ -429,30 +429,40 @@ class Residual(nn.Module):
         return self.head(torch.flatten(self.mean(x), 1))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_sums_of_branches_and_relu_in_one(dtype: torch.dtype) -> None:
-    n, batch = 2, 4
+def in_both_forms(
+    make: Callable[[], nn.Module], side: int, scale: Tensor, dtype: torch.dtype = torch.float32
+) -> tuple[StackedNetwork, list[tuple[Tensor, Tensor]]]:
+    """Two clients' network on our kernels, in these numbers, and pairs of what torch's kernels and ours make: losses, gradients and
+    statistics."""
+    n, batch = scale.shape
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        module = Residual()
-    x, y = random(n * batch, 3, 6, 6, seed=1), torch.arange(n * batch) % 5
+        module = make()
+    x, y = random(n * batch, 3, side, side, seed=1), torch.arange(n * batch) % 5
     problem = Problem(module, x, y, 5, ClientOptions(epochs=1, batch_size=batch), torch.device("cpu"))
-    scale = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.3, 0.3, 0.4, 0.0]])
-    made = []
-    for form in ("loop", "fused"):
-        problem.half = form == "fused" and dtype == torch.float16
+    networks, losses = [], []
+    for form, numbers in (("loop", torch.float32), ("fused", dtype)):
+        problem.half = numbers == torch.float16
         network = StackedNetwork(problem, n, conv=form)
-        if form == "fused":
-            sums = [place.layer for place in network.places if isinstance(place.layer, AddReLU)]
-            assert [layer.second is not None for layer in sums] == [False, True, False]
-            network.dtype = dtype
+        network.dtype = numbers
         network.w.copy_(torch.cat([p.detach().flatten() for p in module.parameters()]).expand(n, -1))
         network.w.add_(random(*network.w.shape, seed=3), alpha=0.05)
-        network.buffers.fill_(1.0)
-        loss = network.gradient(x, y, scale)
-        made.append((loss, network.g, network.buffers))
-    for plain, ours in zip(*made, strict=True):
-        assert close(ours, plain, 1e-5 if dtype == torch.float32 else 2e-2)
+        for _ in range(2):  # what is kept from one step must not be seen by the next
+            loss = network.gradient(x, y, scale)
+        networks.append(network)
+        losses.append(loss)
+    plain, ours = networks
+    return ours, [(losses[0], losses[1]), (plain.g, ours.g), (plain.buffers, ours.buffers)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_sums_of_branches_and_relu_in_one(dtype: torch.dtype) -> None:
+    scale = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.3, 0.3, 0.4, 0.0]])
+    ours, pairs = in_both_forms(Residual, 6, scale, dtype)
+    sums = [place.layer for place in ours.places if isinstance(place.layer, AddReLU)]
+    assert [layer.second is not None for layer in sums] == [False, True, False]
+    for plain, made in pairs:
+        assert close(made, plain, 1e-5 if dtype == torch.float32 else 2e-2)
 
 
 class Dense(nn.Module):
@@ -478,23 +488,9 @@ class Dense(nn.Module):
 
 
 def test_channels_that_grow_in_one_piece_of_memory() -> None:
-    n, batch = 2, 4
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        module = Dense()
-    x, y = random(n * batch, 3, 4, 4, seed=1), torch.arange(n * batch) % 5
-    problem = Problem(module, x, y, 5, ClientOptions(epochs=1, batch_size=batch), torch.device("cpu"))
     scale = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.5, 0.5, 0.0, 0.0]])
-    made = []
-    for form in ("loop", "fused"):
-        network = StackedNetwork(problem, n, conv=form)
-        if form == "fused":
-            joints = [type(place.layer).__name__ for place in network.places if isinstance(place.layer, Concatenate)]
-            assert joints == ["Grow", "Grow", "Concatenate", "DirectConcatenate"]
-        network.w.copy_(torch.cat([p.detach().flatten() for p in module.parameters()]).expand(n, -1))
-        network.w.add_(random(*network.w.shape, seed=3), alpha=0.05)
-        for _ in range(2):  # what is kept from one step must not be seen by the next
-            loss = network.gradient(x, y, scale)
-        made.append((loss, network.g, network.buffers))
-    for plain, ours in zip(*made, strict=True):
-        assert close(ours, plain)
+    ours, pairs = in_both_forms(Dense, 4, scale)
+    joints = [type(place.layer).__name__ for place in ours.places if isinstance(place.layer, Concatenate)]
+    assert joints == ["Grow", "Grow", "Concatenate", "DirectConcatenate"]
+    for plain, made in pairs:
+        assert close(made, plain)

@@ -28,10 +28,10 @@ def enough(count: int, clients: Clients) -> bool:
     return count >= min(FEW, clients.total / 2)
 
 
-def worse(loss: float, start: float = 0.0) -> float:
+def worse(loss: float, start: float = 0.0, share: float = LOSS_JUMP) -> float:
     """The lowest loss that counts as worse than this one, in a run that began with the loss `start`, if that is known. A user's own
     loss may be negative: then it grows in size as it falls."""
-    return loss + LOSS_JUMP * max(abs(loss), abs(start))
+    return loss + share * max(abs(loss), abs(start))
 
 
 def doubt(values: Tensor) -> float:
@@ -51,10 +51,10 @@ def broken(out: Outcome, start: float = 0.0) -> bool:
 
 
 def rising(trend: float, out: Outcome, clients: Clients, start: float = 0.0) -> bool:
-    """Does the loss rise, by this much in a mean round? If fewer than half of the clients take part, other clients were asked in
-    the round before, and a rise may be theirs."""
-    level = max(abs(float(out.first.mean())), abs(start))
-    return 2 * len(out.clients) >= clients.total and trend > meanfield.PLATEAU * level
+    """Does the loss rise, by `trend` in a mean round? If fewer than half of the clients take part, other clients were asked in the
+    round before, and a rise may be theirs."""
+    loss = float(out.first.mean())
+    return 2 * len(out.clients) >= clients.total and loss + trend > worse(loss, start, meanfield.PLATEAU)
 
 
 def blown_up(clients: Clients) -> bool:
