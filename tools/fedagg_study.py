@@ -67,7 +67,6 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "base rate 1": {"lr": 1.0},
     "CLIP 3": {"CLIP": 3.0},
     "DECAY 0.006": {"DECAY": 0.006},
-    "LEAST_OWN 0.2": {"LEAST_OWN": 0.2},
     "MEMORY 0.7": {"MEMORY": 0.7},
     "TAIL 6": {"TAIL": 6.0},
     "rates by Theorem 1": {"theorem": True},

@@ -3,15 +3,19 @@ Markdown.
 
 python tools/measure_faults.py faults
 python tools/measure_faults.py hostile
+python tools/measure_faults.py lies
 """
 
 from __future__ import annotations
 
 import sys
 from typing import Any
+from unittest.mock import patch
 
 import fedagg
 from fedagg.aggregate import RULES
+from fedagg.faults import Faults
+from fedagg.work import Chunk
 
 SEEDS = range(3)
 METHODS = ("fedavg", "fedagg")
@@ -57,5 +61,20 @@ def hostile() -> None:
             row(method, f"`{rule}`", *(accuracy(**settings, **attack) for attack in ATTACKS.values()))
 
 
+def lies() -> None:
+    """The updates of hostile clients are honest here, but not what they say of their losses."""
+    row("losses that liars report", *(f"`{rule}`" for rule in RULES))
+    row("---", *("---:" for _ in RULES))
+    for lie in (-1e6, 0.0, 1e6):
+
+        def lying(hostile: Faults, t: int, chunk: Chunk, lie: float = lie) -> None:
+            told = [at for at, job in enumerate(chunk.jobs) if hostile.hostile(job.client)]
+            for numbers in (chunk.loss, chunk.first, chunk.behind):
+                numbers[told] = lie
+
+        with patch.object(Faults, "corrupt", lying):
+            row(f"{lie:g}", *(accuracy(algorithm="fedagg", robust=rule, trim=0.3, flip_rate=0.2) for rule in RULES))
+
+
 if __name__ == "__main__":
-    {"faults": faults, "hostile": hostile}[sys.argv[1]]()
+    {"faults": faults, "hostile": hostile, "lies": lies}[sys.argv[1]]()

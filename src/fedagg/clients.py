@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedagg import seeding, wire
-from fedagg.aggregate import Combiner, combiner, judge, usual_length
+from fedagg.aggregate import Combiner, combiner, judge, trusted, usual_length
 from fedagg.errors import FedaggError, SettingError
 from fedagg.faults import Faults
 from fedagg.flat import Model
@@ -78,6 +78,11 @@ class Outcome(Numbers):
     buffers: Tensor
     sent: Tensor | None = None  # the work's field as the clients saw it, (m, d): rounded, if the downlink rounds
     field: MeanField | None = None  # the averages of Definition 1, when the work asked for a trace
+    robust: str = "mean"  # the rule that combined them
+
+    def trusted(self, values: Tensor) -> Tensor:
+        """Numbers per client, (n,), of which with a robust rule none is far from the others'."""
+        return trusted(values, self.robust)
 
 
 @dataclass
@@ -328,6 +333,7 @@ class Gathered:
             velocity=self.summed(self.flows, valid, zero)[0] / count,
             buffers=model.buffers + self.summed(self.stats, valid, torch.zeros_like(model.buffers)[None])[0] / float(size.sum()),
             field=None if trace is None else split_trace(trace, epochs),
+            robust=self.robust,
         )
 
 

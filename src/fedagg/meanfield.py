@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fedagg.errors import SettingError
 
-PLATEAU = 0.01  # share of the loss: if no rate gains more in a round, none is clearly good
+LITTLE = 0.01  # a share that counts for nothing: of a loss that changes, of gradients that agree
 
 
 def weight_ratio(alpha: float) -> float:
@@ -128,14 +128,14 @@ def departure(norm2: Tensor, along: Tensor, gram: Tensor, model: Tensor) -> floa
 
 
 def gains(losses: dict[int, float], first: float) -> bool:
-    """Is the lowest of these losses below the first one by more than the share `PLATEAU`?"""
-    return first - min(losses.values()) > PLATEAU * abs(first)
+    """Is the lowest of these losses below the first one by more than the share `LITTLE`?"""
+    return first - min(losses.values()) > LITTLE * abs(first)
 
 
 def stable(losses: dict[int, float], first: float) -> dict[int, float]:
     """The rates below the lowest one that does harm although a lower one gains. Training is unstable from there on, and a higher
     rate that looks good does so by chance."""
-    margin, gained = PLATEAU * abs(first), False
+    margin, gained = LITTLE * abs(first), False
     for power in sorted(losses):
         if gained and losses[power] - first > margin:
             return {k: loss for k, loss in losses.items() if k < power}
@@ -150,8 +150,8 @@ def next_power(losses: dict[int, float], first: float, doubt: float = 0.0) -> in
     it goes upwards until a rate does harm."""
     steady = stable(losses, first)
     low, high, best = min(losses), max(losses), min(sorted(steady), key=lambda k: losses[k])
-    harmless = losses[high] - first <= PLATEAU * abs(first)
-    if best == low and losses[low] - first > max(PLATEAU * abs(first), doubt):
+    harmless = losses[high] - first <= LITTLE * abs(first)
+    if best == low and losses[low] - first > max(LITTLE * abs(first), doubt):
         return low - 2
     if best == high or (harmless and not gains(losses, first)):
         return high + 2

@@ -18,6 +18,7 @@ ahead; on held-out data this gains nothing (docs/fedagg.md).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import ClassVar, Literal
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from fedagg import meanfield, models
+from fedagg.aggregate import trusted
 from fedagg.algorithms import guard
 from fedagg.algorithms.base import Algorithm, option, register
 from fedagg.clients import ClientReport, Clients, NoClients, Outcome
@@ -34,9 +36,6 @@ from fedagg.flat import Layout, Model
 from fedagg.memory import is_much
 from fedagg.work import Chunk, Work
 
-LEAST_OWN = 0.1  # lower bound of λ: a client that ignored its own gradient would teach the server nothing
-STILL = 0.001  # as a share of the base rate: clients that hardly move show the state at the start
-RATES = 14  # largest number of rates to try before the first round
 BOLD = 0.65  # the own rate is this power of two above the rate that lowers the loss most in the first round
 FALL = 1 / 3  # share of the rounds, at the end, in which the own rate falls to zero; half of it if all clients take part
 TAIL = 3.0  # later models weigh more in the average of the path: the η of Shamir and Zhang
@@ -44,7 +43,7 @@ CLIP = 1.5  # largest norm of a mini-batch gradient, as a multiple of the usual 
 DECAY = 0.003  # weight decay, as a share of the distance that gradients covered
 NORMALISED_DECAY = 0.017  # the same for networks whose layers are normalised: there it costs nothing but noise
 MEMORY = 0.85  # weight of earlier rounds in the agreement and in the change of the loss
-BAND = 2.0  # rates by Theorem 1 are below the pace by at most this factor
+float32 = torch.finfo(torch.float32)
 
 
 @register("fedagg")
@@ -85,16 +84,22 @@ class FedAgg(Algorithm):
         guard.keep(self.state, model, 0.0)
 
     def own_share(self) -> float:
-        """λ, the weight of the client's own gradient: the square root of the agreement, or 1 while there is no field."""
+        """λ, the weight of the client's own gradient: the square root of the agreement, or 1 while there is no field. It is never
+        0: a client that ignored its own gradient would teach the server nothing."""
         if self.direction == "local" or not self.state["known"]:
             return 1.0
-        return max(LEAST_OWN, math.sqrt(self.state["agreement"]))
+        return math.sqrt(max(meanfield.LITTLE, self.state["agreement"]))
 
     def search(self, clients: Clients) -> bool:
         """Find the own rate by trial, and say whether to train: all participants train at one rate after another, and the
         results are discarded. A single client may have samples of only one class, which it learns at any rate. So if few take
         part, those of the next rounds try rates too, and the lowest is used; a run of few rounds does not wait. If clients do
         not report their losses, the base rate is used, and gradients are not limited."""
+
+        def usual(values: Iterable[float]) -> float:
+            numbers = trusted(torch.tensor(list(values), dtype=torch.float64), clients.robust).tolist()
+            return float(sum(numbers) / len(numbers))
+
         before = self.state["rate"] if self.state["tried"] else math.inf
         self.state["rate"] = self.state["rate"] or self.lr
         if self.pace == "base" or not clients.reports_numbers:
@@ -104,7 +109,7 @@ class FedAgg(Algorithm):
         # more, the mean step of all clients is tried.
         telling = {client for client, many in zip(clients.ids, clients.batches, strict=True) if many * clients.epochs > 1}
         single = len(telling) < min(guard.FEW, len(clients.ids) / 2)
-        still = self.at_rest(clients, trial=not single)
+        still = self.at_rest(clients, single)
         judges = {client: report for client, report in still.items() if single or client in telling}
         if not judges:  # none of them answered; those of the next round are asked
             return True
@@ -115,32 +120,34 @@ class FedAgg(Algorithm):
         if "heard" in self.state:
             everybody = all(report.norm for report in still.values())
             self.state["heard"] = everybody and (self.state["heard"] or not self.state["tried"])
-        first = self.state["start"] = sum(report.loss for report in judges.values()) / len(judges)
+        first = self.state["start"] = usual(report.loss for report in judges.values())
         worst = first + abs(first)  # cap for losses, also those that are not finite
         common = clients.rehearsed.velocity if clients.rehearsed and single else None
         losses, doubt = dict[int, float](), dict[int, float]()
         power: int | None = 0
-        while power is not None and len(losses) < RATES:
-            rate = self.lr * 2.0**power
+        while power is not None and float32.tiny < (rate := self.lr * 2.0**power) < float32.max:
             work = Work(clients.constant(rate), clip=self.limit(), trial=True)
             if common is not None:
                 work = replace(work, field=common[None], mix=torch.zeros(clients.epochs, 1), behind=rate)
             answers = {client: each.loss if common is None else each.behind for client, each in clients.rehearse(work).items()}
             tried = {client: loss if loss < worst else worst for client, loss in answers.items() if client in judges}
-            losses[power] = sum(tried.values()) / len(tried) if tried else worst
+            losses[power] = usual(tried.values()) if tried else worst
             changes = [loss - judges[client].loss for client, loss in tried.items()]
-            doubt[power] = guard.doubt(torch.tensor(changes))
+            doubt[power] = guard.doubt(trusted(torch.tensor(changes), clients.robust))
             power = meanfield.next_power(losses, first, doubt[min(losses)])
         bold = BOLD if meanfield.gains(losses, first) else 0.0  # on a plateau the best rate is the highest already
         self.state["rate"] = min(before, self.lr * 2 ** (meanfield.best_power(losses, first) + bold))
         self.state["tried"] += len(judges)
         return guard.enough(self.state["tried"], clients) or 0 < clients.rounds <= guard.FEW
 
-    def at_rest(self, clients: Clients, trial: bool) -> dict[int, ClientReport]:
-        """What participants report if they hardly move. If inputs are large, even that may be too far: then they move less."""
+    def at_rest(self, clients: Clients, single: bool) -> dict[int, ClientReport]:
+        """What participants report if they hardly move: at the base rate times √ε, where ε is the precision of a number. If inputs
+        are large, even that may be too far: then they move less. A client that makes a single step reports the loss before it, and
+        need not stand still."""
         still: dict[int, ClientReport] = {}
-        for power in range(1, 5):
-            answers = clients.rehearse(Work(clients.constant(STILL**power * self.lr), clip=math.inf, trial=trial))
+        for power in range(0 if single else 1, 5):
+            work = Work(clients.constant(self.lr * float32.eps ** (power / 2)), clip=math.inf, trial=not single)
+            answers = clients.rehearse(work)
             still = {client: one for client, one in answers.items() if math.isfinite(one.loss) and math.isfinite(one.norm)}
             if not answers or any(one.loss <= guard.worse(one.first) for one in still.values()):
                 break
@@ -179,7 +186,7 @@ class FedAgg(Algorithm):
         ahead = torch.arange(1, epochs + 1, dtype=torch.float64).flip(0).cumsum(0).flip(0)  # Σ_{k>p} k
         rate, slope = meanfield.affine_rates(torch.ones(epochs, epochs), -pace * ahead, self.alpha)
         slope = slope.sum(1, keepdim=True) / (steps * norm2)
-        return replace(work, rate=rate, slope=slope, low=pace / BAND, high=pace)
+        return replace(work, rate=rate, slope=slope, high=pace)
 
     def recalls(self, clients: Clients) -> bool:
         """Do clients remember in this round? Not if they are expected to take part at most twice: most could recall nothing. A
@@ -240,7 +247,9 @@ class FedAgg(Algorithm):
             gram = out.sent[:1].double() @ out.sent[:1].double().T
             self.departure = meanfield.departure(out.norm2, out.along, gram.cpu(), out.travel[:, None])
         gradient = fresh - momentum  # λ times the mean of the clients' own gradients
-        each = float((out.norm2 / out.travel**2).mean()) + float((momentum.double() * (momentum - 2 * fresh).double()).sum())
+        each = float(out.trusted(out.norm2 / out.travel**2).mean()) + float(
+            (momentum.double() * (momentum - 2 * fresh).double()).sum()
+        )
         now = meanfield.agreement(float(gradient.double().square().sum()), each, len(out.clients))
         known = self.state["known"] + 1
         share = max(1 / known, 1 - MEMORY)  # in the first rounds the mean of all, or the first would count for most
@@ -248,7 +257,7 @@ class FedAgg(Algorithm):
 
     def look_back(self, out: Outcome) -> None:
         """Record how the last step changed the loss, on the current samples."""
-        change = float((out.first - out.behind).mean())
+        change = float(out.trusted(out.first - out.behind).mean())
         for name, value in (("trend", change), ("swing", abs(change))):
             self.state[name] = MEMORY * self.state[name] + (1 - MEMORY) * value
 

@@ -23,8 +23,7 @@ class FedExP(Algorithm):
 
     def update(self, model: Model, out: Outcome, clients: Clients) -> Model:
         self.state["last"] = model.w
-        # If updates are combined robustly, a few lengths must not dominate either.
-        length2 = float(out.norm2.mean() if clients.robust == "mean" else out.norm2.median())
+        length2 = float(out.trusted(out.norm2).mean())
         spread = length2 / (2.0 * (float(out.plain.double().square().sum()) + self.exp_eps))
         return model.moved(max(1.0, spread) * out.plain, out.buffers)
 

@@ -16,10 +16,9 @@ from fedagg import meanfield
 from fedagg.clients import Clients, Outcome
 from fedagg.flat import Model
 
-LOSS_JUMP = 0.25  # a step that raises the loss by more than this share of the loss at the start broke the model
+MUCH = 0.25  # a share that is no accident: of the loss at the start, if the loss rises by it; of the clients, if they diverge
 DOUBT = 3.0  # standard errors that may be chance
 FEW = 4  # fewer of many clients say nothing about the others
-LOST_SHARE = 0.2  # if more clients than this share diverge, the model or the rate is to blame
 KEPT = ("phi1", "known", "agreement", "back")  # what led to a model, and is restored with it
 
 
@@ -28,7 +27,7 @@ def enough(count: int, clients: Clients) -> bool:
     return count >= min(FEW, clients.total / 2)
 
 
-def worse(loss: float, start: float = 0.0, share: float = LOSS_JUMP) -> float:
+def worse(loss: float, start: float = 0.0, share: float = MUCH) -> float:
     """The lowest loss that counts as worse than this one, in a run that began with the loss `start`, if that is known. A user's own
     loss may be negative: then it grows in size as it falls."""
     return loss + share * max(abs(loss), abs(start))
@@ -41,20 +40,23 @@ def doubt(values: Tensor) -> float:
 
 def unruly(out: Outcome, start: float = 0.0) -> bool:
     """Did the clients' own training make the loss worse than at its start? Then the rate is too high for them, and their updates
-    are useless."""
-    return float(out.loss.mean()) > worse(float(out.first.mean()) + doubt(out.first), start)
+    are useless. No client's loss counts for more than twice the first, or one could tell any story."""
+    loss = out.loss.minimum(out.first + out.first.abs().clamp_min(abs(start)))
+    first = out.trusted(out.first)
+    return float(out.trusted(loss).mean()) > worse(float(first.mean()) + doubt(first), start)
 
 
 def broken(out: Outcome, start: float = 0.0) -> bool:
     """Did the last step break the model? Its loss has jumped, on the same samples as before the step."""
-    return float(out.first.mean()) - doubt(out.first - out.behind) > worse(float(out.behind.mean()), start)
+    first, behind = out.trusted(out.first).mean(), out.trusted(out.behind).mean()
+    return float(first) - doubt(out.trusted(out.first - out.behind)) > worse(float(behind), start)
 
 
 def rising(trend: float, out: Outcome, clients: Clients, start: float = 0.0) -> bool:
     """Does the loss rise, by `trend` in a mean round? If fewer than half of the clients take part, other clients were asked in the
     round before, and a rise may be theirs."""
-    loss = float(out.first.mean())
-    return 2 * len(out.clients) >= clients.total and loss + trend > worse(loss, start, meanfield.PLATEAU)
+    loss = float(out.trusted(out.first).mean())
+    return 2 * len(out.clients) >= clients.total and loss + trend > worse(loss, start, meanfield.LITTLE)
 
 
 def blown_up(clients: Clients) -> bool:
@@ -62,7 +64,7 @@ def blown_up(clients: Clients) -> bool:
     well. Its answer was damaged on the way, which says nothing about the model."""
 
     lost = [c for c, report in clients.reported.items() if c in clients.left_out and not report.loss < worse(report.first)]
-    return len(lost) > LOST_SHARE * len(clients.reported)
+    return len(lost) > MUCH * len(clients.reported)
 
 
 def keep(state: dict[str, Any], model: Model, usual: float) -> None:
