@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedagg
-from fedagg.aggregate import RULES, Octaves, Robust, combiner, judge, octave
+from fedagg.aggregate import RULES, Octaves, Robust, combiner, judge, octave, trusted
 from fedagg.errors import SettingError
 
 RNG = np.random.default_rng(0)
@@ -47,6 +47,24 @@ def test_if_all_agree_every_rule_gives_their_update(rule: str) -> None:
     """Whatever their sizes: a client's weight must not stretch its update."""
     rows, weights = np.tile(RNG.normal(size=(1, 5)), (9, 1)), np.array([[1, 1, 1, 1, 1, 2, 5, 50, 300.0]])
     np.testing.assert_allclose(combined(rule, rows, weights)[0] / weights.sum(), rows[0])
+
+
+FLOATS = st.floats(-1e30, 1e30)
+
+
+@given(honest=st.lists(FLOATS, min_size=3, max_size=30), lies=st.lists(FLOATS, max_size=9))
+def test_fewer_than_a_quarter_who_lie_do_not_take_a_mean_out_of_the_range_of_the_others(
+    honest: list[float], lies: list[float]
+) -> None:
+    lies = lies[: (len(honest) - 1) // 3]
+    told = torch.tensor([*lies, *honest], dtype=torch.float64)
+    for rule in RULES:
+        found = trusted(told, rule)
+        if rule == "mean":
+            assert torch.equal(found, told)
+        else:
+            assert min(honest) <= float(found.min()) <= float(found.max()) <= max(honest)
+    assert len(trusted(told[:0], "median")) == 0
 
 
 class Alone:

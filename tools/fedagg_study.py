@@ -1,4 +1,4 @@
-"""Compare versions of FedAgg's default on held-out training data: the table in docs/fedagg.md, "How they were chosen".
+"""Compare versions of FedAgg's default on held-out training data: as in the tables of docs/fedagg-choices.md.
 
     python tools/fedagg_study.py [CELL,...] [SEED,...]
 
