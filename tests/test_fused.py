@@ -324,7 +324,7 @@ def test_strides_and_single_pixels(kernel: int, stride: int, bias: bool, channel
     n = 2
     x, w = random(n * 2, channels, side, side, seed=1), random(n, 5, channels, kernel, kernel, seed=2)
     b = random(n, 5, seed=3) if bias else None
-    fused, plain = (make_convolution(form, n, kernel, kernel // 2, stride, half=False) for form in ("fused", "loop"))
+    fused, plain = make_convolution("fused", n, kernel, kernel // 2, stride, half=False), Loop(n, kernel // 2, stride)
     expected = plain.forward(x, w, b)
     assert close(fused.forward(x, w, b), expected)
     dy = random(*expected.shape, seed=4)

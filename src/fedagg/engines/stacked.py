@@ -53,7 +53,8 @@ def graph_of(problem: Problem) -> list[Node] | None:
 
 
 def make_convolution(form: str, n: int, kernel: int, padding: int, stride: int, half: bool) -> Convolution:
-    if form == "fused" and kernel == 1 and padding == 0:
+    # Also on a CPU: a product is faster than oneDNN, which writes past the end of the gradient if there are few input channels.
+    if kernel == 1 and padding == 0 and (form == "fused" or not half):
         return Pointwise(n, stride)
     if form == "fused":
         from fedagg.engines.fused import FusedConvolution
