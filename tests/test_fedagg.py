@@ -263,6 +263,14 @@ def test_with_a_robust_rule_a_client_that_lies_does_not_set_the_rate(lie: Callab
         assert (0.6 < rate * BEND < 1.5) != (rule == "mean" and fools)
 
 
+@pytest.mark.parametrize("base", [1e-30, 0.01, 100.0])
+def test_the_search_gives_up_if_no_rate_changes_anything(base: float) -> None:
+    engine, method = OneLies(lambda work: 2.0), started(lr=base)
+    clients = federation_of(1, engine=engine)
+    assert 0.0 < found(method, clients) < math.inf
+    assert clients.passes == 1 + 32
+
+
 @pytest.mark.parametrize("base", [1e4, 1e7])
 def test_the_search_begins_at_rest_even_if_the_base_rate_is_far_too_high(base: float) -> None:
     """At √ε of these rates training still diverges (3.5 and 3,500, with ε = 2⁻²³), and at ε of the second (1.2); 0.0012 is fine."""

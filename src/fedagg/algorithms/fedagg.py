@@ -125,7 +125,8 @@ class FedAgg(Algorithm):
         common = clients.rehearsed.velocity if clients.rehearsed and single else None
         losses, doubt = dict[int, float](), dict[int, float]()
         power: int | None = 0
-        while power is not None and float32.tiny < (rate := self.lr * 2.0**power) < float32.max:
+        while power is not None and len(losses) < float32.bits:
+            rate = self.lr * 2.0**power
             work = Work(clients.constant(rate), clip=self.limit(), trial=True)
             if common is not None:
                 work = replace(work, field=common[None], mix=torch.zeros(clients.epochs, 1), behind=rate)
