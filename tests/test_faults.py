@@ -450,7 +450,7 @@ def test_what_a_hostile_client_remembers_is_its_own(tmp_path: Path, name: str) -
 
 
 def test_a_few_long_updates_do_not_rule_fedexp_under_a_robust_rule() -> None:
-    """Seven clients move by 1 everywhere and one by 6: the median of |Δ|² is that of the seven, so η_g is 1/2 and then 1."""
+    """Seven clients move by 1 everywhere and one by 6: the quartiles of |Δ|² are those of the seven, so η_g is 1/2, then 1."""
 
     class Even(Scripted):
         def run(self, *args: Any) -> Any:

@@ -249,18 +249,42 @@ class OneLies(Quadratic):
 
 
 @pytest.mark.parametrize(
-    ("lie", "fools"),
+    ("lie", "base", "fools"),
     [
-        (lambda work: 1e9, False),
-        (lambda work: -1e9, True),
-        (lambda work: -1e9 if float(work.rate[0]) < 0.003 else 1e3, True),  # a low rate is best
+        (lambda work: 1e9, 0.01, False),
+        (lambda work: -1e9, 0.01, True),
+        (lambda work: -1e9 if float(work.rate[0]) < 0.003 else 1e3, 0.01, True),  # a low rate is best
+        (lambda work: -1e9 if float(work.rate[0]) > 0.02 else 0.0, 30.0, False),
     ],
 )
-def test_with_a_robust_rule_a_client_that_lies_does_not_set_the_rate(lie: Callable[[Work], float], fools: bool) -> None:
+def test_with_a_robust_rule_a_client_that_lies_does_not_set_the_rate(
+    lie: Callable[[Work], float], base: float, fools: bool
+) -> None:
     """1/h is the best rate for all who tell the truth."""
     for rule in RULES:
-        rate = found(started(lr=0.01), federation_of(10, engine=OneLies(lie), robust=rule))
+        honest, clients = federation_of(10, robust=rule), federation_of(10, engine=OneLies(lie), robust=rule)
+        rate, _ = found(started(lr=base), clients), found(started(lr=base), honest)
         assert (0.6 < rate * BEND < 1.5) != (rule == "mean" and fools)
+        assert rule == "mean" or clients.passes == honest.passes
+
+
+def test_with_a_robust_rule_a_client_that_goes_astray_does_not_set_the_agreement() -> None:
+    """The others hardly differ: their goals are 10 to 11 away."""
+
+    class OneStrays(Quadratic):
+        def run(self, model: Model, work: Work, jobs: list[Job], memory: Any) -> Any:
+            for chunk in super().run(model, work, jobs, memory):
+                if chunk.jobs[0].client == 0:
+                    chunk.delta = -50.0 * chunk.delta
+                yield chunk
+
+    agreement = {}
+    for rule in RULES:
+        method = started(lr=0.01)
+        method.round(Model(torch.zeros(1), torch.zeros(0)), federation_of(10, engine=OneStrays(), robust=rule, drop=False))
+        agreement[rule] = method.state["agreement"]
+    assert agreement.pop("mean") < 0.1
+    assert all(value > 0.5 for value in agreement.values()), agreement
 
 
 @pytest.mark.parametrize("base", [1e-30, 0.01, 100.0])
@@ -753,7 +777,7 @@ def test_with_a_robust_rule_a_client_that_lies_does_not_move_the_guard(lie: floa
             rise = [value + change for value in HONEST]
             assert guard.unruly(outcome([*HONEST, lie], [*rise, lie], robust=rule)) == harm
             assert guard.broken(outcome([*rise, lie], behind=[*HONEST, -lie], robust=rule)) == harm
-        assert not guard.rising(0.0, outcome([*HONEST, lie], robust=rule), everybody)
+        assert guard.rising(0.1, outcome([*HONEST, lie], robust=rule), everybody)
         method = started()
         method.look_back(outcome([*higher, lie], behind=[*HONEST, -lie], robust=rule))
         assert method.state["trend"] == pytest.approx(0.15 * 0.7)

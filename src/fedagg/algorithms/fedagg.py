@@ -96,7 +96,7 @@ class FedAgg(Algorithm):
         part, those of the next rounds try rates too, and the lowest is used; a run of few rounds does not wait. If clients do
         not report their losses, the base rate is used, and gradients are not limited."""
 
-        def usual(values: Iterable[float]) -> float:
+        def mean(values: Iterable[float]) -> float:
             numbers = trusted(torch.tensor(list(values), dtype=torch.float64), clients.robust).tolist()
             return float(sum(numbers) / len(numbers))
 
@@ -120,7 +120,7 @@ class FedAgg(Algorithm):
         if "heard" in self.state:
             everybody = all(report.norm for report in still.values())
             self.state["heard"] = everybody and (self.state["heard"] or not self.state["tried"])
-        first = self.state["start"] = usual(report.loss for report in judges.values())
+        first = self.state["start"] = mean(report.loss for report in judges.values())
         worst = first + abs(first)  # cap for losses, also those that are not finite
         common = clients.rehearsed.velocity if clients.rehearsed and single else None
         losses, doubt = dict[int, float](), dict[int, float]()
@@ -132,7 +132,7 @@ class FedAgg(Algorithm):
                 work = replace(work, field=common[None], mix=torch.zeros(clients.epochs, 1), behind=rate)
             answers = {client: each.loss if common is None else each.behind for client, each in clients.rehearse(work).items()}
             tried = {client: loss if loss < worst else worst for client, loss in answers.items() if client in judges}
-            losses[power] = usual(tried.values()) if tried else worst
+            losses[power] = mean(tried.values()) if tried else worst
             changes = [loss - judges[client].loss for client, loss in tried.items()]
             doubt[power] = guard.doubt(trusted(torch.tensor(changes), clients.robust))
             power = meanfield.next_power(losses, first, doubt[min(losses)])

@@ -6,15 +6,11 @@ Each of their layers has one input and one output, so that the engines can trace
 from __future__ import annotations
 
 import math
-import warnings
 
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import functional as F
-
-# On a GPU, torch would rather have them in an order of its own. It puts them there itself, and it is only for evaluation.
-warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
 
 EMBEDDING, HIDDEN, LAYERS = 8, 256, 2  # char-lstm
 WIDTH, HEADS, BLOCKS = 128, 4, 4  # char-transformer
