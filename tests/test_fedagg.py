@@ -489,6 +489,59 @@ def test_the_agreement_is_the_mean_of_the_first_rounds_and_then_forgets(monkeypa
     assert found == pytest.approx([0.8, 0.6, 0.6, 0.5, 0.5, 0.5, 0.575, 0.85 * 0.575])
 
 
+# --- clients with unequal amounts of data -----------------------------------------------------------------------------
+
+
+class Height(nn.Module):
+    """One weight, which is also the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([[3.0]]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.w
+
+
+@pytest.mark.parametrize(
+    ("sizes", "participation", "rounds", "within"), [((90, 10), 1.0, 80, 0.01), ((90, 10, 10, 10), 0.5, 200, 0.1)]
+)
+def test_the_model_goes_where_the_mean_over_all_samples_is_best(
+    sizes: tuple[int, ...], participation: float, rounds: int, within: float
+) -> None:
+    """All samples of client i have the target i, so the squared error is lowest at the mean target of all samples, far from the
+    mean of the clients' targets."""
+    owner = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    told = (torch.ones(len(owner), 1), owner[:, None].float(), torch.ones(2, 1), torch.zeros(2, 1))
+    data = fedagg.Dataset(*told, task="regression")
+    parts = [torch.nonzero(owner == client).flatten().tolist() for client in range(len(sizes))]
+    more: dict[str, Any] = {"participation": participation, "rounds": rounds, "batch_size": 10, "epochs": 2, "device": "cpu"}
+    result = fedagg.run(data=data, parts=parts, model=Height(), eval_every=rounds, **more)
+    assert result.model.w.item() == pytest.approx(float(owner.float().mean()), abs=within)
+
+
+@pytest.mark.parametrize(
+    ("size", "amount"),
+    [
+        (4, 1.0),  # as many as in the rounds before
+        (2, 2 / (44 / 12)),
+        (12, 12 / (64 / 12)),  # more than 1/λ = 2: nothing is left of the old field
+    ],
+)
+def test_a_round_with_more_data_counts_for_more(size: int, amount: float) -> None:
+    """Ten answers for four samples each are known; now two clients have `size` each. By hand, with λ = 1/2: the clients' mean step
+    is 2 = (g + φ1)/2, so g = 3 where φ1 was 1. What they remember has changed by that step over λ."""
+    method = started(lr=0.01)
+    method.state |= {"samples": 40.0, "answers": 10, "phi1": torch.ones(1), "known": 3, "agreement": 0.25, "heard": True}
+    each = torch.ones(2, dtype=torch.float64)
+    told = {"size": size * each, "travel": 0.1 * each, "norm2": 0.04 * each, "sent": None, "clients": [0, 1]}
+    out: Any = SimpleNamespace(flow=torch.tensor([-2.0]), trusted=lambda values: values, **told)
+    method.follow(Work(torch.ones(EPOCHS), own=0.5, memory=0.5), out, federation_of(2, total=4))
+    method.learn(Work(torch.ones(EPOCHS)), out)
+    assert float(method.state["control"]) == pytest.approx(amount * 0.5 * 2.0 / 0.5)
+    assert float(method.state["phi1"]) == pytest.approx(min(1.0 + amount, 3.0))
+
+
 # --- gradients that are far longer than the others --------------------------------------------------------------------
 
 

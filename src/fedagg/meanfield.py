@@ -100,12 +100,12 @@ def bound_rates(rates: Tensor, low: float | Tensor, high: float | Tensor) -> Ten
     return rates.clamp(min=low).minimum(high.expand_as(rates))
 
 
-def agreement(mean_norm2: float, norm2_mean: float, count: int) -> float:
+def agreement(mean_norm2: float, norm2_mean: float, count: float) -> float:
     r"""How far the clients' gradients agree in direction: $|\bar g|^2 / \overline{|g_i|^2}$, in [0, 1], debiased.
 
     N independent gradients without a common part would still give 1/N; (N r - 1)/(N - 1) removes this.
     """
-    if count < 2 or norm2_mean <= 0.0:
+    if count <= 1 or norm2_mean <= 0.0:
         return 1.0
     ratio = mean_norm2 / norm2_mean
     return min(1.0, max(0.0, (count * ratio - 1.0) / (count - 1.0)))

@@ -70,6 +70,8 @@ class FedAgg(Algorithm):
             "agreement": 1.0,
             "start": 0.0,  # the loss at the start, if clients reported it
             "norm": 0.0,  # of a mini-batch gradient at the start
+            "samples": 0.0,  # of all answers in all rounds, and how many answers there were
+            "answers": 0,
             "back": 0.0,  # the multiple of φ1 that leads back to the last model
             "trend": 0.0,  # the mean change of the loss in a round, and of its size
             "swing": 0.0,
@@ -122,7 +124,7 @@ class FedAgg(Algorithm):
             self.state["heard"] = everybody and (self.state["heard"] or not self.state["tried"])
         first = self.state["start"] = mean(report.loss for report in judges.values())
         worst = first + abs(first)  # cap for losses, also those that are not finite
-        common = clients.rehearsed.velocity if clients.rehearsed and single else None
+        common = clients.rehearsed.flow if clients.rehearsed and single else None
         losses, doubt = dict[int, float](), dict[int, float]()
         power: int | None = 0
         while power is not None and len(losses) < float32.bits:
@@ -206,9 +208,16 @@ class FedAgg(Algorithm):
 
     def follow(self, work: Work, out: Outcome, clients: Clients) -> None:
         """Update the mean of what clients remember, also after a round whose result is discarded: clients do not know of that."""
+        self.state |= {"samples": self.state["samples"] + float(out.size.sum()), "answers": self.state["answers"] + len(out.size)}
         if work.memory:
-            common, share = 0.0 if out.sent is None else out.sent[0], len(out.clients) / clients.total
-            self.state["control"] = self.state["control"] - work.renew * share / work.own * (out.velocity + common)
+            common = 0.0 if out.sent is None else out.sent[0]
+            share = self.amount(out) * len(out.clients) / clients.total
+            self.state["control"] = self.state["control"] - work.renew * share / work.own * (out.flow + common)
+
+    def amount(self, out: Outcome) -> float:
+        """The samples of a client in this round, relative to the mean of all rounds. Where clients have unequal amounts of data, some
+        rounds see more of it than others."""
+        return float(out.size.mean()) * int(self.state["answers"]) / float(self.state["samples"])
 
     def round(self, model: Model, clients: Clients) -> Model:
         self.departure, usual = math.nan, clients.yardstick.length
@@ -234,27 +243,30 @@ class FedAgg(Algorithm):
             if guard.rising(self.state["trend"], out, clients, self.state["start"]):
                 self.state |= {"rate": self.state["rate"] / 2, "trend": 0.0}
         self.learn(work, out)
-        self.state["back"] = float(out.theta @ out.travel)
-        nxt = self.decayed(model.moved(out.mean, out.buffers), out)
+        self.state["back"] = float(out.travel.mean())
+        nxt = self.decayed(model.moved(self.state["back"] * out.flow, out.buffers), out)
         self.average(nxt)
         return nxt
 
     def learn(self, work: Work, out: Outcome) -> None:
         """Estimate the mean field and the agreement from the updates alone. A client's displacement divided by rate and steps is
         its mean step, λ ḡ_i + (1-λ) φ1, so nothing else has to be sent. If clients remember, ḡ_i is the corrected gradient."""
-        fresh, momentum = -out.velocity, (1.0 - self.own_share()) * self.state["phi1"]
+        fresh, momentum = -out.flow, (1.0 - self.own_share()) * self.state["phi1"]
         if out.sent is not None and work.field is not None and work.mix is not None:
             momentum = momentum + float(work.mix[0, 0]) * (out.sent[0] - work.field[0])  # the downlink may round
             gram = out.sent[:1].double() @ out.sent[:1].double().T
             self.departure = meanfield.departure(out.norm2, out.along, gram.cpu(), out.travel[:, None])
         gradient = fresh - momentum  # λ times the mean of the clients' own gradients
-        each = float(out.trusted(out.norm2 / out.travel**2).mean()) + float(
+        weight = out.size / out.size.sum()
+        each = float(weight @ out.trusted(out.norm2 / out.travel**2)) + float(
             (momentum.double() * (momentum - 2 * fresh).double()).sum()
         )
-        now = meanfield.agreement(float(gradient.double().square().sum()), each, len(out.clients))
+        now = meanfield.agreement(float(gradient.double().square().sum()), each, 1 / float(weight @ weight))
         known = self.state["known"] + 1
         share = max(1 / known, 1 - MEMORY)  # in the first rounds the mean of all, or the first would count for most
-        self.state |= {"agreement": (1 - share) * self.state["agreement"] + share * now, "phi1": fresh, "known": known}
+        # A round with more data counts for more. At 1/λ nothing would be left of the old field.
+        phi1 = self.state["phi1"] + min(self.amount(out), 1 / self.own_share()) * (fresh - self.state["phi1"])
+        self.state |= {"agreement": (1 - share) * self.state["agreement"] + share * now, "phi1": phi1, "known": known}
 
     def look_back(self, out: Outcome) -> None:
         """Record how the last step changed the loss, on the current samples."""

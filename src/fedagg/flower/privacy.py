@@ -157,6 +157,7 @@ class PrivateClients(Clients):
             mean=mean,
             plain=mean,
             velocity=mean / travel,
+            flow=mean / travel,
             buffers=model.buffers,
             theta=ones / n,
             size=ones,

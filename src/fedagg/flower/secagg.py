@@ -239,6 +239,7 @@ class SecureClients(Clients):
             mean=mean,
             plain=mean,
             velocity=mean / float(theta @ travel),
+            flow=mean / float(theta @ travel),
             buffers=model.buffers,
             size=size,
             weight=size,

@@ -76,7 +76,7 @@ class Pass:
         self.samples += int(sizes.sum())
         for name, part in (
             ("moved", sizes @ chunk.delta.double().cpu()),
-            ("velocity", (chunk.delta.double() / chunk.travel.double()[:, None]).sum(0).cpu()),
+            ("flow", sizes @ (chunk.delta.double() / chunk.travel.double()[:, None]).cpu()),
             ("phi1", gradients.sum(0)),
             ("phi2", path.sum(0)),
         ):
@@ -97,8 +97,8 @@ class Pass:
 
     @property
     def step(self) -> Tensor:
-        """The mean over clients of their mean step, (d,)."""
-        return -self.sums["velocity"] / len(self.clients)
+        """The clients' mean steps, averaged over samples, (d,)."""
+        return -self.sums["flow"] / self.samples
 
     @property
     def phi1(self) -> Tensor:
