@@ -215,7 +215,7 @@ class FedAgg(Algorithm):
             self.state["control"] = self.state["control"] - work.renew * share / work.own * (out.flow + common)
 
     def amount(self, out: Outcome) -> float:
-        """The samples of a client in this round, relative to the mean of all rounds. Where clients have unequal amounts of data, some
+        """The samples of a client in this round, relative to the mean of all rounds. If clients have unequal amounts of data, some
         rounds see more of it than others."""
         return float(out.size.mean()) * int(self.state["answers"]) / float(self.state["samples"])
 
