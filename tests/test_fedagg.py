@@ -542,6 +542,25 @@ def test_a_round_with_more_data_counts_for_more(size: int, amount: float) -> Non
     assert float(method.state["phi1"]) == pytest.approx(min(1.0 + amount, 3.0))
 
 
+def test_the_agreement_weighs_clients_by_their_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand, with nine samples and one, and mean steps of 2 and 4: their squares are 5.2 in the mean over samples, and the two
+    shares are worth 1/(0.9² + 0.1²) equal clients."""
+    asked: list[tuple[float, ...]] = []
+    monkeypatch.setattr(meanfield, "agreement", lambda *given: asked.append(given) or 1.0)
+    travel = torch.tensor([0.1, 0.3], dtype=torch.float64)
+    told = {
+        "size": torch.tensor([9.0, 1.0]).double(),
+        "travel": travel,
+        "norm2": (torch.tensor([2.0, 4.0]) * travel) ** 2,
+        "sent": None,
+    }
+    out: Any = SimpleNamespace(flow=torch.tensor([-2.2]), trusted=lambda values: values, clients=[0, 1], **told)
+    method = started(lr=0.01)
+    method.follow(Work(torch.ones(EPOCHS)), out, federation_of(2))
+    method.learn(Work(torch.ones(EPOCHS)), out)
+    assert asked[0] == pytest.approx((2.2**2, 5.2, 1 / 0.82))
+
+
 # --- gradients that are far longer than the others --------------------------------------------------------------------
 
 
