@@ -8,8 +8,9 @@ Clients step along a mix of their own gradient and the aggregated one (Eq. 9 bet
   client's own gradient always has the same weight. The less clients agree, the longer they continue in the common direction.
 
 Clients remember their gradients, which takes the drift out of the next: the last one if the model is linear, an average if it is a
-network, nothing if its layers are normalised. The server pulls the weights back a little. None of this has a unit: if the loss, or
-the inputs of a linear model, are multiplied by ten, the run is the same at rates scaled to match.
+network, nothing if its layers are normalised. Every sample counts the same, whichever client has it. The server pulls the weights
+back a little. None of this has a unit: if the loss, or the inputs of a linear model, are multiplied by ten, the run is the same at
+rates scaled to match.
 
 All clients move at the pace. Rates by Theorem 1, one for every client and epoch, are an option. They slow down clients that run
 ahead; on held-out data this gains nothing (docs/fedagg.md).
