@@ -534,7 +534,7 @@ def test_a_round_with_more_data_counts_for_more(size: int, amount: float) -> Non
     method = started(lr=0.01)
     method.state |= {"samples": 40.0, "answers": 10, "phi1": torch.ones(1), "known": 3, "agreement": 0.25, "heard": True}
     each = torch.ones(2, dtype=torch.float64)
-    told = {"size": size * each, "travel": 0.1 * each, "norm2": 0.04 * each, "sent": None, "clients": [0, 1]}
+    told = {"size": size * each, "theta": each / 2, "travel": 0.1 * each, "norm2": 0.04 * each, "sent": None, "clients": [0, 1]}
     out: Any = SimpleNamespace(flow=torch.tensor([-2.0]), trusted=lambda values: values, **told)
     method.follow(Work(torch.ones(EPOCHS), own=0.5, memory=0.5), out, federation_of(2, total=4))
     method.learn(Work(torch.ones(EPOCHS)), out)
@@ -550,6 +550,7 @@ def test_the_agreement_weighs_clients_by_their_data(monkeypatch: pytest.MonkeyPa
     travel = torch.tensor([0.1, 0.3], dtype=torch.float64)
     told = {
         "size": torch.tensor([9.0, 1.0]).double(),
+        "theta": torch.tensor([0.9, 0.1]).double(),
         "travel": travel,
         "norm2": (torch.tensor([2.0, 4.0]) * travel) ** 2,
         "sent": None,

@@ -5,7 +5,7 @@
     python tools/check_gpu.py --interpret        # the kernels alone, in Triton's interpreter on the CPU: slow
 
 Kernels are held against autograd in float64, on new random inputs every time (`--seed` repeats them). Memory that torch hands
-out is filled with NaN first, so that what a kernel does not write is seen. Needs torch, numpy, Triton and the package alone.
+out is filled with NaN first, so that what a kernel does not write is seen. Needs Triton and the package with its dependencies.
 """
 
 from __future__ import annotations

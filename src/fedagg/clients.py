@@ -75,7 +75,7 @@ class Outcome(Numbers):
     mean: Tensor  # Σ θ_i Δ_i
     plain: Tensor  # (1/n) Σ Δ_i
     velocity: Tensor  # (1/n) Σ Δ_i / travel_i: minus the mean direction of a client's steps
-    flow: Tensor  # Σ size_i Δ_i / travel_i / Σ size_i: the same, by samples
+    flow: Tensor  # Σ θ_i Δ_i / travel_i: the same, by weight
     buffers: Tensor
     sent: Tensor | None = None  # the work's field as the clients saw it, (m, d): rounded, if the downlink rounds
     field: MeanField | None = None  # the averages of Definition 1, when the work asked for a trace
@@ -275,7 +275,7 @@ class Gathered:
         lengths, ones = length.tolist(), torch.ones_like(size)
         # One sum by weight and one with equal votes; both are divided by their totals when those are known.
         self.sums.add(chunk.delta, torch.stack([weight, ones]), lengths)
-        self.flows.add(chunk.delta, torch.stack([ones, size]), lengths, scale=1 / row.travel.clamp_min(1e-30))
+        self.flows.add(chunk.delta, torch.stack([ones, weight]), lengths, scale=1 / row.travel.clamp_min(1e-30))
         self.stats.add(statistics, size[None], lengths)
 
     def pool(self, jobs: Sequence[Job]) -> None:
@@ -333,7 +333,7 @@ class Gathered:
             mean=weighted / float(weight.sum()),
             plain=plain / count,
             velocity=velocity / count,
-            flow=flow / float(size.sum()),
+            flow=flow / float(weight.sum()),
             buffers=model.buffers + self.summed(self.stats, valid, torch.zeros_like(model.buffers)[None])[0] / float(size.sum()),
             field=None if trace is None else split_trace(trace, epochs),
             robust=self.robust,

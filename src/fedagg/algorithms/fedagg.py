@@ -258,11 +258,10 @@ class FedAgg(Algorithm):
             gram = out.sent[:1].double() @ out.sent[:1].double().T
             self.departure = meanfield.departure(out.norm2, out.along, gram.cpu(), out.travel[:, None])
         gradient = fresh - momentum  # λ times the mean of the clients' own gradients
-        weight = out.size / out.size.sum()
-        each = float(weight @ out.trusted(out.norm2 / out.travel**2)) + float(
+        each = float(out.theta @ out.trusted(out.norm2 / out.travel**2)) + float(
             (momentum.double() * (momentum - 2 * fresh).double()).sum()
         )
-        now = meanfield.agreement(float(gradient.double().square().sum()), each, 1 / float(weight @ weight))
+        now = meanfield.agreement(float(gradient.double().square().sum()), each, 1 / float(out.theta @ out.theta))
         known = self.state["known"] + 1
         share = max(1 / known, 1 - MEMORY)  # in the first rounds the mean of all, or the first would count for most
         # A round with more data counts for more. At 1/λ nothing would be left of the old field.

@@ -232,14 +232,15 @@ class SecureClients(Clients):
         size = torch.tensor([float(len(jobs[client].samples)) for client in given], dtype=torch.float64)
         theta = size / size.sum()
         travel = (rates * self.local.gains(steps / self.epochs)).sum(1) * steps / self.epochs
+        step = mean / float(theta @ travel)
         columns["along"] = columns["along"].view(len(given), -1)
         return Outcome(
             **columns,
             clients=list(given),
             mean=mean,
             plain=mean,
-            velocity=mean / float(theta @ travel),
-            flow=mean / float(theta @ travel),
+            velocity=step,
+            flow=step,
             buffers=model.buffers,
             size=size,
             weight=size,
