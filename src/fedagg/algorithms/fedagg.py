@@ -87,11 +87,12 @@ class FedAgg(Algorithm):
         guard.keep(self.state, model, 0.0)
 
     def own_share(self) -> float:
-        """λ, the weight of the client's own gradient: the square root of the agreement, or 1 while there is no field. It is never
-        0: a client that ignored its own gradient would teach the server nothing."""
-        if self.direction == "local" or not self.state["known"]:
+        """λ, the weight of the client's own gradient: the square root of the agreement. It is never 0: a client that ignored its
+        own gradient would teach the server nothing. An average with weight λ is as noisy as the mean of 2/λ - 1 rounds. Until
+        there are as many, counting the next one, λ is higher."""
+        if self.direction == "local":
             return 1.0
-        return math.sqrt(max(meanfield.LITTLE, self.state["agreement"]))
+        return max(math.sqrt(max(meanfield.LITTLE, self.state["agreement"])), 2 / (self.state["known"] + 2))
 
     def search(self, clients: Clients) -> bool:
         """Find the own rate by trial, and say whether to train: all participants train at one rate after another, and the
