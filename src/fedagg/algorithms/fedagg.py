@@ -5,7 +5,8 @@ Clients step along a mix of their own gradient and the aggregated one (Eq. 9 bet
 - the clients' own rate: before the first round all of them try several rates, and one a little above the rate that lowers their
   loss most is used. It falls to zero at the end of the run. Gradients much longer than at the start are shortened;
 - λ, their own share of the step, from how far their gradients agree. The pace of the federation is the own rate over λ, so that a
-  client's own gradient always has the same weight. The less clients agree, the longer they continue in the common direction.
+  client's own gradient always has the same weight. The less clients agree, the longer they continue in the common direction; in
+  the first rounds, when little is known of it, less long.
 
 Clients remember their gradients, which takes the drift out of the next: the last one if the model is linear, an average if it is a
 network, nothing if its layers are normalised. Every sample counts the same, whichever client has it. The server pulls the weights
@@ -92,7 +93,7 @@ class FedAgg(Algorithm):
         there are as many, counting the next one, λ is higher."""
         if self.direction == "local":
             return 1.0
-        return max(math.sqrt(max(meanfield.LITTLE, self.state["agreement"])), 2 / (self.state["known"] + 2))
+        return max(math.sqrt(max(meanfield.LITTLE, self.state["agreement"])), 2 / (int(self.state["known"]) + 2))
 
     def search(self, clients: Clients) -> bool:
         """Find the own rate by trial, and say whether to train: all participants train at one rate after another, and the
