@@ -27,6 +27,7 @@ from fedagg.engines.fused import (
     WindowPool,
     fuse,
     softmax_loss,
+    turned,
 )
 from fedagg.engines.layers import BatchNorm, Concatenate, Conv, Layer, Linear, MaxPool, Place, ReLU
 from fedagg.engines.sequential import Sequential
@@ -78,7 +79,16 @@ def test_convolution(n: int, images: int, channels: int, outputs: int, kernel: i
 
 @pytest.mark.parametrize(
     ("channels", "outputs", "side", "stride"),
-    [(3, 20, 6, 1), (64, 20, 6, 1), (64, 20, 9, 1), (128, 20, 8, 1), (64, 20, 16, 2), (20, 64, 7, 1), (12, 128, 8, 2)],
+    [
+        (3, 20, 6, 1),
+        (32, 20, 6, 1),
+        (64, 20, 6, 1),
+        (64, 20, 9, 1),
+        (128, 20, 8, 1),
+        (64, 20, 16, 2),
+        (20, 64, 7, 1),
+        (12, 128, 8, 2),
+    ],
 )
 def test_convolution_of_short_numbers(channels: int, outputs: int, side: int, stride: int) -> None:
     """Images and results in 16 bits, sums and weights' gradients in 32: against float32 on the same rounded images. (Triton's
@@ -107,6 +117,18 @@ def test_convolution_of_short_numbers(channels: int, outputs: int, side: int, st
     plain.weight_gradient(x.float(), dy.float(), dw_plain, db_plain)
     assert close(dw, dw_plain)
     assert close(db, db_plain)
+    if fused.may_hold(channels):  # held for the step, in the order of `turned`
+        for splits in (1, 264):
+            fused.splits_for = splits
+            g = torch.full((n, 7 + dw[0].numel()), torch.nan)
+            held = fused.hold(g[:, 7:].view_as(w), turned(w, x.dtype)[0])
+            fused.weight_gradient(x, dy, held, db.zero_())
+            assert close(held, dw_plain)
+            assert close(db, db_plain)
+            assert close(g[:, 7:], dw_plain.permute(0, 1, 3, 4, 2).flatten(1))
+            assert g[:, :7].isnan().all()
+        assert close(fused.forward(x, 0 * w, b), y)  # filters are those kept
+        assert close(fused.input_gradient(x, dy, 0 * w).float(), dx, 2**-10)
 
 
 @pytest.mark.parametrize("side", [8, 7])
@@ -314,6 +336,45 @@ def test_the_engine_on_these_kernels(kind: str, local: dict[str, float], monkeyp
         assert close(ours.delta[row], theirs.delta[0], 1e-4)
         assert torch.allclose(ours.loss[row], theirs.loss[0], rtol=1e-4)
         assert torch.allclose(ours.norm[row], theirs.norm[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["plain", "all"])
+def test_filters_whose_step_keeps_them_in_order(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rounds of clients that make different numbers of steps, with filters held for the step and without."""
+    module = nn.Sequential(
+        nn.Conv2d(1, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(64, 5, 3, padding=1), nn.ReLU(),
+        nn.MaxPool2d(2), nn.Flatten(), nn.Linear(5, 3),
+    )  # fmt: skip
+    local = ClientOptions(epochs=1, batch_size=2, weight_decay=0.1)
+    problem = Problem(module, random(15, 1, 4, 4, seed=1), torch.arange(15) % 3, 3, local, torch.device("cpu"), half=True)
+    model, d = problem.layout.pack(module), problem.layout.d
+    work = Work(torch.tensor([0.3]), clip=0.7)
+    if kind == "all":
+        work = replace(work, own=0.4, field=random(1, d, seed=3), mix=torch.full((1, 1), 0.1), prox=0.3, memory=0.5)
+    jobs = [Job(i, samples, 1, seed=i, position=i) for i, samples in enumerate(torch.arange(15).split([7, 6, 2]))]
+    memory = ClientMemory(d)
+    for client in range(3):
+        memory.write(client, 0.1 * random(d, seed=4 + client))
+
+    def two_rounds() -> tuple[list[Tensor], Batched]:
+        engine, at, found = Batched(problem, functools.partial(StackedNetwork, conv="fused"), padding=True), model, []
+        for _ in range(2):
+            (chunk,) = engine.run(at, work, jobs, memory)
+            found += [chunk.delta, chunk.norm, chunk.loss]
+            at = Model(at.w + chunk.delta.mean(0), chunk.buffers.mean(0))
+        return found, engine
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(stacked, "SHORT", torch.float16)  # the interpreter has no bfloat16
+    ours, engine = two_rounds()
+    (stage,) = engine.stages.values()
+    for part in (stage, *stage.parts.values()):
+        assert part.fused_step is not None
+        assert [layer.w.shape[1:] for layer in part.fused_step.held.values()] == [(5, 64, 3, 3)]
+    assert stage.parts
+    monkeypatch.setattr(StackedNetwork, "hold", lambda self, batch: [])
+    plain, _ = two_rounds()
+    assert all(close(a, b, 1e-4) for a, b in zip(ours, plain, strict=True))
 
 
 @pytest.mark.parametrize(

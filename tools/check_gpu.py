@@ -110,6 +110,14 @@ def convolutions(bench: Bench) -> Iterator[Row]:
                 made = [fused.forward(x, w, b), fused.input_gradient(x, dy, w), fused.input_gradient(x, dy, w, onto.clone())]
                 fused.weight_gradient(x, dy, g[:, 7 : 7 + size].view_as(w), g[:, 7 + size :])
                 made += [g[:, 7 : 7 + size].view_as(w), g[:, 7 + size :]]
+                if dtype == bench.short and fused.may_hold(channels):  # held for the step, and with filters that it keeps
+                    own = torch.full((n, 7 + size), torch.nan, device=bench.device)
+                    filters = w.permute(0, 1, 3, 4, 2).to(dtype).contiguous()
+                    view = fused.hold(own[:, 7:].view_as(w), filters)
+                    fused.weight_gradient(x, dy, view, None)
+                    held = [view, fused.forward(x, 0 * w, b), fused.input_gradient(x, dy, 0 * w)]
+                    beside = 0.0 if own[:, :7].isnan().all() else torch.inf
+                    worst = float(np.max([worst, beside, *map(apart, held, (dw, wanted[0], dx))]))
                 errors = [apart(ours, wanted) for ours, wanted in zip(made, wanted, strict=True)]
                 outside = 0.0 if g[:, :7].isnan().all() else torch.inf  # what lies beside must stay as it is
                 worst = float(np.max([worst, outside, *errors]))
@@ -168,20 +176,31 @@ def norms(bench: Bench) -> Iterator[Row]:
 
 
 def steps(bench: Bench) -> Iterator[Row]:
-    from fedagg.engines.fused import FusedStep
-    from fedagg.engines.layers import Linear
+    from fedagg.engines.fused import FusedConvolution, FusedStep
+    from fedagg.engines.layers import Conv, Linear
 
     bench.set("fp32")
     n, d, batch, outputs, inputs = 3, 30000, 24, 100, 200
     for terms in ("", "shift", "prox", "memory", "mask", "pull", "shift prox memory mask pull"):
-        for name in ("step", "step along a product"):
+        for name in ("step", "step along a product", "step of filters"):
             w, g, memory = (bench.random(n, d + 4)[:, :d] for _ in range(3))
             shift, start, mask = bench.random(d), bench.random(d), (bench.random(d) > 0).float()
             numbers = ([0.0, 0.1, 0.7], [0.3, 0.2, 0.3], [0.1] * 3)
             rate, gain, pull = (torch.tensor(values, device=bench.device)[:, None] for values in numbers)
             prox, held, full = torch.tensor(0.2, device=bench.device), [], g.double()
-            if name != "step":
-                part = slice(4000, 4000 + outputs * inputs)
+            part = slice(4000, 4000 + outputs * inputs)
+            if name == "step of filters":
+                sizes = (n, 20, 3, 3, 64)
+                part = slice(4000, 4000 + 20 * 64 * 9)
+                filters = torch.empty(sizes, dtype=bench.short, device=bench.device)
+                stored = g[:, part].unflatten(1, sizes[1:])
+                kernel = FusedConvolution(n, 1)
+                shape = (20, 64, 3, 3)
+                dw = kernel.hold(g[:, part].unflatten(1, shape), filters)
+                held.append(Conv(kernel, w[:, part].unflatten(1, shape), None, dw, None))
+                full = full.clone()
+                full[:, part] = stored.double().permute(0, 1, 4, 2, 3).flatten(1)
+            if name == "step along a product":
                 dw = g[:, part].unflatten(1, (outputs, inputs))
                 layer = Linear(w[:, part].unflatten(1, (outputs, inputs)), None, dw, None, half=False)
                 layer.x, layer.dy = bench.random(n, batch, inputs), bench.random(n, batch, outputs)
@@ -200,6 +219,9 @@ def steps(bench: Bench) -> Iterator[Row]:
             yield Row(f"{name}, norm", "fp32", apart(step.norm(), full.norm(dim=1, keepdim=True)), 1e-5)
             step(rate, gain, *(value if key in terms or key == "start" else None for key, value in given.items()))
             yield Row(f"{name}: {terms or 'gradient alone'}", "fp32", apart(w, exact), 1e-6)
+            if name == "step of filters":
+                wanted = exact[:, part].unflatten(1, (20, 64, 3, 3)).permute(0, 1, 3, 4, 2)
+                yield Row("filters in the order of the convolution", bench.name("short"), apart(filters, wanted), 5e-3)
 
 
 def losses(bench: Bench) -> Iterator[Row]:

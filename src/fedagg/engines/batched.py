@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fedagg import seeding
 from fedagg.augment import augmented
 from fedagg.engines.base import Problem, Stepper, class_means, class_sums, exact_products
-from fedagg.engines.layers import Linear
+from fedagg.engines.layers import Conv, Linear
 from fedagg.engines.sequential import Sequential
 from fedagg.engines.vmapped import VmappedNetwork
 from fedagg.errors import FedaggWarning, SettingError, first_line
@@ -65,9 +65,11 @@ class Descending(Network, Protocol):
 
 @runtime_checkable
 class Holding(Network, Protocol):
-    """A network that can leave a part of its gradient to the step."""
+    """A network that can leave a part of its gradient to the step, and may keep weights in another form."""
 
-    def hold(self, batch: int) -> list[Linear]: ...
+    def hold(self, batch: int) -> list[Linear | Conv]: ...
+
+    def refresh(self) -> None: ...
 
 
 @runtime_checkable
@@ -155,7 +157,7 @@ class Stage:
         self.start = torch.zeros(d, device=device)
         self.shift = torch.zeros(d, device=device) if self.shape.shift else None
         self.mask = torch.ones(d, device=device) if self.shape.mask else None
-        # Rows as far apart as those of the weights: on a GPU they begin at multiples of 16 bytes.
+        # Rows as far apart as those of the weights: on a GPU they begin at multiples of 16 numbers.
         self.memory = torch.zeros(n, self.network.w.stride(0), device=device)[:, :d] if self.shape.memory else None
         self.mean = torch.zeros(n, d, device=device) if self.shape.trace else None
         self.custom = Custom(Client(self.start))
@@ -218,10 +220,15 @@ class Stage:
             self.stepper.limit.fill_(work.clip)
         self.network.w.copy_(model.w.expand(self.shape.n, -1))
         self.network.buffers.copy_(model.buffers.expand(self.shape.n, -1))
+        self.refresh()
         self.custom.begin(work, Client(model.w, own, steps=steps))
         for term, given in ((self.start, model.w if work.prox else None), (self.memory, own), (self.mask, work.mask)):
             if term is not None and given is not None:
                 term.copy_(given)
+
+    def refresh(self) -> None:
+        if isinstance(self.network, Holding):
+            self.network.refresh()
 
     @torch.no_grad()
     def step(self, width: int | None = None) -> None:
@@ -603,6 +610,7 @@ class Batched:
             if here is not None and there is not None:
                 there.copy_(here)
         short.custom = stage.custom
+        short.refresh()
         if short.graph is not None:
             short.graph.replay()
         else:
@@ -610,6 +618,7 @@ class Batched:
         for here, there in pairs:
             if here is not None and there is not None:
                 here.copy_(there)
+        stage.refresh()
         stage.cursor += 1
 
     @torch.no_grad()

@@ -8,6 +8,7 @@ Sums are made in a fixed order: the same inputs give the same bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -141,6 +142,7 @@ class FusedConvolution:
 
     def __init__(self, n: int, padding: int, stride: int = 1) -> None:
         self.n, self.padding, self.stride = n, padding, stride
+        self.filters: Tensor | None = None  # as `turned` makes them, if the step does
 
     def convolve(
         self, x: Tensor, w: Tensor, b: Tensor | None, padding: int, sides: Sequence[int], stride: int = 1, spread: int = 1,
@@ -160,7 +162,7 @@ class FusedConvolution:
             y = packed(onto)
         where = torch.empty(y.numel() if pool else 0, dtype=torch.int8, device=x.device)
         m = images // n * ho * wo * (4 if pool else 1)
-        tile = self.tile(outputs, k * k * channels, x.element_size(), m)
+        tile = self.tile(outputs, k * k * channels, channels, x.element_size(), m)
         grid = (triton.cdiv(m, tile["BM"]), triton.cdiv(outputs, tile["BO"]), n)
         bias = b if b is not None else w
         kernels.conv[grid](
@@ -176,7 +178,7 @@ class FusedConvolution:
         return self.output(x, w, b, self.sides(x, w))[0]
 
     def output(self, x: Tensor, w: Tensor, b: Tensor | None, sides: Sequence[int], pool: bool = False) -> tuple[Tensor, Tensor]:
-        filters, self.back = turned(w, x.dtype)
+        filters, self.back = turned(w, x.dtype) if self.filters is None else (self.filters, self.filters)
         return self.convolve(x, filters, b, self.padding, sides, stride=self.stride, pool=pool)
 
     def input_gradient(self, x: Tensor, dy: Tensor, w: Tensor, onto: Tensor | None = None) -> Tensor:
@@ -184,12 +186,13 @@ class FusedConvolution:
         return self.convolve(dy, self.back, None, padding, x.shape[2:], spread=self.stride, back=back, onto=onto)[0]
 
     def weight_gradient(self, x: Tensor, dy: Tensor, dw: Tensor, db: Tensor | None, turned: Tensor | None = None) -> None:
-        """`turned` is dy in channels-first memory, if it is there already, with its sums in `db`."""
+        """`turned` is dy in channels-first memory, if it is there already, with its sums in `db`. `dw` may be in channels-last
+        memory; see `hold`."""
         n, outputs, channels, k, _ = dw.shape
         images, _, ho, wo = dy.shape
         m, depth = images // n * ho * wo, k * k * channels
         short = x.element_size() == 2
-        rows = self.by_rows(x, ho * wo)
+        rows, last = self.by_rows(x, ho * wo), self.filters is not None
         tile = self.gradient_tile(channels, outputs, depth, short and ho * wo >= 64)
         tiles = triton.cdiv(depth, tile["BK"]) * triton.cdiv(outputs, tile["BO"])
         splits = max(1, min(triton.cdiv(m, 4 * tile["BM"]), triton.cdiv(self.splits_for, tiles * n)))
@@ -202,7 +205,7 @@ class FusedConvolution:
             x, dy = packed(x), packed(dy)
             kernels.weight_gradient_of_rows[grid](
                 x, dy, out, m, span, n, out.stride(0), *x.shape[2:], self.padding, C=channels, O=outputs, K=k,
-                STRIDE=self.stride, HO=ho, WO=wo, PRECISION=precision(), **tile,
+                STRIDE=self.stride, HO=ho, WO=wo, LAST=last, PRECISION=precision(), **tile,
             )  # fmt: skip
             if db is not None:
                 torch.sum(dy.permute(0, 2, 3, 1).reshape(n, -1, outputs), 1, dtype=db.dtype, out=db)
@@ -214,14 +217,27 @@ class FusedConvolution:
                 STRIDE=self.stride, PIXELS=ho * wo, WO=wo, PLANE=patches[0, 0, 0].numel(), PRECISION=precision(), **tile,
             )  # fmt: skip
         if splits > 1:
-            torch.sum(out.view(splits, n, -1), 0, out=dw.flatten(1))
+            torch.sum(out.view(splits, n, -1), 0, out=(dw.permute(0, 1, 3, 4, 2) if last else dw).flatten(1))
 
     def by_rows(self, x: Tensor, pixels: int) -> bool:
         """Is the weight gradient computed from channels-last memory?"""
-        return x.element_size() == 2 and pixels >= self.rows_from and x.shape[1] % 64 == 0
+        return self.filters is not None or (x.element_size() == 2 and pixels >= self.rows_from and x.shape[1] % 64 == 0)
 
-    def tile(self, outputs: int, depth: int, bytes: int, m: int) -> dict[str, Any]:
+    @staticmethod
+    def may_hold(channels: int) -> bool:
+        """Are weight gradients faster in channels-last order, with 16 bits?"""
+        return channels % 64 == 0 or channels in (16, 32)
+
+    def hold(self, dw: Tensor, filters: Tensor) -> Tensor:
+        """Leave turning the filters to `FusedStep`: it keeps them in `filters`, and reads their gradient in the same order. In that
+        order it is stored in runs. Returns such a view of dw."""
+        self.filters = filters
+        return dw.flatten(1).view(filters.shape).permute(0, 1, 4, 2, 3)
+
+    def tile(self, outputs: int, depth: int, channels: int, bytes: int, m: int) -> dict[str, Any]:
         """Blocks of the convolution, measured on an H200."""
+        if bytes == 2 and channels % 64 == 32:  # then a block of 32 is at one tap
+            return {"BM": 128, "BK": 32, "BO": block(outputs, 128), "num_warps": 4, "num_stages": 4}
         exact = bytes == 4 and precision() == "ieee"  # without tensor cores, their work takes registers
         sizes = {"BM": 128, "BK": block(depth, 128 // bytes), "BO": block(outputs, 128 if exact else 256)}
         few = triton.cdiv(m, 128) * triton.cdiv(outputs, 256) * self.n < self.splits_for
@@ -231,6 +247,10 @@ class FusedConvolution:
 
     def gradient_tile(self, channels: int, outputs: int, depth: int, long: bool) -> dict[str, Any]:
         """Blocks of the weight gradient, measured on an H200."""
+        if self.filters is not None:
+            wide = math.gcd(channels, 128)
+            sizes = {"BM": 64 if wide >= 64 else 128, "BK": wide, "BO": block(outputs, 128)}
+            return {**sizes, "num_warps": 4, "num_stages": 3 if wide == 128 else 4}
         few = depth > 9 * channels  # 5×5 filters of few channels
         return {
             "BM": 64 if long else 32,
@@ -241,16 +261,21 @@ class FusedConvolution:
         }
 
 
-def turned(w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def filter_tiles(w: Tensor, most: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
+    """The grid and blocks of a kernel that turns the filters w, with as many channels as that at most."""
+    n, outputs, channels, k, _ = w.shape
+    taps, wide = triton.next_power_of_2(k * k), min(most, triton.next_power_of_2(channels))
+    tall = max(1, min(4096 // (taps * wide), triton.next_power_of_2(outputs)))
+    return (triton.cdiv(outputs, tall), triton.cdiv(channels, wide), n), {"BO": tall, "BC": wide, "BT": taps}
+
+
+def turned(w: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """w (n, O, C, k, k) as (n, O, k, k, C), and as the filters of the transposed convolution, (n, C, k, k, O). With 16 bits tensor
     cores accept the summed axis anywhere, so the first serves as the second too: see `kernels.conv`, BACK."""
     n, outputs, channels, k, _ = w.shape
-    y = torch.empty(n, outputs, k, k, channels, device=w.device, dtype=dtype)
+    y = torch.empty(n, outputs, k, k, channels, device=w.device, dtype=dtype) if out is None else out
     z = y if dtype.itemsize == 2 else torch.empty(n, channels, k, k, outputs, device=w.device, dtype=dtype)
-    taps = triton.next_power_of_2(k * k)
-    wide = min(64 if z is y else 16, triton.next_power_of_2(channels))
-    tile: dict[str, Any] = {"BO": max(1, min(4096 // (taps * wide), triton.next_power_of_2(outputs))), "BC": wide, "BT": taps}
-    grid = (triton.cdiv(outputs, tile["BO"]), triton.cdiv(channels, tile["BC"]), n)
+    grid, tile = filter_tiles(w, 64 if z is y else 16)
     kernels.turn[grid](w, y, z, w.stride(0), outputs, channels, TAPS=k * k, BACK=z is not y, num_warps=8, **tile)
     return y, z
 
@@ -415,6 +440,7 @@ class WindowPool(MaxPool):
     def __init__(self, pool: MaxPool) -> None:
         self.__dict__.update(vars(pool))
         (self.k, _), (self.stride, _), (self.padding, _), _ = self.options
+        self.around = (self.k, self.stride, self.padding) == (3, 1, 1)  # as in inception networks: has its own kernels
 
     def forward(self, x: Tensor) -> Tensor:
         self.x = x = packed(x)
@@ -422,6 +448,10 @@ class WindowPool(MaxPool):
         high, wide = ((side + 2 * self.padding - self.k) // self.stride + 1 for side in sides)
         y = torch.empty(images, channels, high, wide, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
         self.where = torch.empty(y.numel(), dtype=torch.int8, device=x.device)
+        if self.around:
+            grid, tile = self.tiles(images * wide, channels, 1024)
+            kernels.pool_rows[grid](x, y, self.where, images * wide, high, channels, W=wide, **tile)
+            return y
         kernels.pool_windows[(triton.cdiv(y.numel(), 1024),)](
             x, y, self.where, y.numel(), *sides, high, wide, channels, self.padding, K=self.k, STRIDE=self.stride, BLOCK=1024
         )
@@ -432,13 +462,21 @@ class WindowPool(MaxPool):
             return dy
         dx = packed(onto) if onto is not None else self.x if self.spare else torch.empty_like(self.x)
         images, channels, height, width = dx.shape
-        m, wide = images * height * width, block(channels, 64)
-        tile: dict[str, Any] = {"BM": 2048 // wide, "BC": wide}
-        kernels.unpool_windows[(triton.cdiv(m, tile["BM"]), triton.cdiv(channels, wide))](
-            packed(dy), self.where, dx, m, height, width, *dy.shape[2:], channels, self.padding,
-            K=self.k, STRIDE=self.stride, ADD=onto is not None, **tile,
+        m, add = images * width * (1 if self.around else height), onto is not None
+        grid, tile = self.tiles(m, channels, 1024 if self.around else 2048)
+        if self.around:
+            kernels.unpool_rows[grid](packed(dy), self.where, dx, m, height, channels, W=width, ADD=add, **tile)
+            return dx
+        kernels.unpool_windows[grid](
+            packed(dy), self.where, dx, m, height, width, *dy.shape[2:], channels, self.padding, K=self.k, STRIDE=self.stride,
+            ADD=add, **tile,
         )  # fmt: skip
         return dx
+
+    def tiles(self, m: int, channels: int, size: int) -> tuple[tuple[int, int], dict[str, Any]]:
+        """The grid, and blocks of m and of channels; their sizes were measured on an H200."""
+        wide = block(channels, 64)
+        return (triton.cdiv(m, size // wide), triton.cdiv(channels, wide)), {"BM": size // wide, "BC": wide}
 
 
 class FusedNorm(BatchNorm):
@@ -580,9 +618,10 @@ class FusedRecurrent(Recurrent):
 
 class FusedStep:
     """The whole local step of n clients in one pass over their weights. The gradient of a large linear layer is a product over the
-    few samples of a batch: it is computed in that pass, and neither stored nor read again."""
+    few samples of a batch: it is computed in that pass, and neither stored nor read again. That of filters may be stored in
+    another order, in which new filters are stored too."""
 
-    def __init__(self, w: Tensor, g: Tensor, held: list[Linear]) -> None:
+    def __init__(self, w: Tensor, g: Tensor, held: list[Linear | Conv]) -> None:
         """Weights and gradients, (n, d), and the layers that hold back the gradient of their weights."""
         self.w, self.g, self.held = w, g, {int(layer.w.storage_offset() - w.storage_offset()): layer for layer in held}
         self.rest: list[tuple[int, int]] = []  # ranges of a row whose gradient is stored
@@ -591,16 +630,19 @@ class FusedStep:
             self.rest.append((at, first))
             at = first + layer.w[0].numel()
         self.rest = [(a, b) for a, b in (*self.rest, (at, w.shape[1])) if a < b]
+        self.products = [layer for layer in held if isinstance(layer, Linear)]
+        filters = [(first, first + layer.w[0].numel()) for first, layer in self.held.items() if isinstance(layer, Conv)]
+        self.stored = self.rest + filters  # in whatever order
 
     def norm(self) -> Tensor:
         """The norms of all clients' gradients, (n, 1)."""
-        blocks = [triton.cdiv(b - a, 4096) for a, b in self.rest]
-        count = sum(blocks) + len(self.held)
+        blocks = [triton.cdiv(b - a, 4096) for a, b in self.stored]
+        count = sum(blocks) + len(self.products)
         parts, at = torch.empty(len(self.w), count, device=self.w.device), 0
-        for (a, b), many in zip(self.rest, blocks, strict=True):
+        for (a, b), many in zip(self.stored, blocks, strict=True):
             kernels.squares[(many, len(self.w))](self.g[:, a:], parts[:, at:], b - a, self.g.stride(0), count, BLOCK=4096)
             at += many
-        for layer in self.held.values():
+        for layer in self.products:
             parts[:, at] = squared_product(layer.dy, layer.x)
             at += 1
         return parts.sum(1, keepdim=True).clamp_min_(0.0).sqrt_()
@@ -629,9 +671,17 @@ class FusedStep:
         for a, b in self.rest:
             kernels.step[(triton.cdiv(b - a, 1024), n)](self.w[:, a:], self.g[:, a:], b - a, *terms(a), **flags, BLOCK=1024)
         for first, layer in self.held.items():
+            if isinstance(layer, Conv):
+                filters = cast(FusedConvolution, layer.kernel).filters
+                outputs, channels, k = layer.w.shape[1:4]
+                grid, tile = filter_tiles(layer.w, 64)
+                kernels.step_of_filters[grid](
+                    layer.w, layer.dw, filters, outputs, channels, *terms(first), **flags, TAPS=k * k, num_warps=8, **tile
+                )
+                continue
             dy, x = layer.dy.contiguous(), layer.x.contiguous()
             (batch, outputs), inputs = dy.shape[1:], x.shape[2]
-            tile: dict[str, Any] = {"BB": block(batch, 32), "BO": 32, "BI": 128}
+            tile = {"BB": block(batch, 32), "BO": 32, "BI": 128}
             grid = (triton.cdiv(inputs, tile["BI"]), triton.cdiv(outputs, tile["BO"]), n)
             kernels.step_along_product[grid](
                 layer.w, dy, x, batch, outputs, inputs, *terms(first), **flags, **tile, PRECISION=precision()

@@ -168,13 +168,14 @@ def weight_gradient_of_rows(
     STRIDE: tl.constexpr,
     HO: tl.constexpr,
     WO: tl.constexpr,
+    LAST: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
     BO: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """As `weight_gradient`, with x and dy in channels-last order: with 16 bits, tensor cores accept the summed axis anywhere. A
-    block has channels of one tap; C is a multiple of BK."""
+    block has channels of one tap; C is a multiple of BK. With LAST, k is over (K, K, C), and what is stored is in runs."""
     n = (tl.program_id(2) % N).to(tl.int64)
     split = tl.program_id(2) // N
     tap = tl.program_id(0) // (C // BK)
@@ -192,7 +193,8 @@ def weight_gradient_of_rows(
         a = tl.load(x_ptr + (((image * H + r) * W + s) * C)[:, None] + c[None, :], mask=inside[:, None], other=0.0)
         d = tl.load(dy_ptr + (m * O)[:, None] + o[None, :], mask=(m < M)[:, None] & (o < O)[None, :], other=0.0)
         acc = tl.dot(tl.trans(a), d, acc, input_precision=PRECISION)
-    out = out_ptr + (split * N + n) * ROW + o[None, :] * (K * K * C) + (c * (K * K) + tap)[:, None]
+    k = tap * C + c if LAST else c * (K * K) + tap
+    out = out_ptr + (split * N + n) * ROW + o[None, :] * (K * K * C) + k[:, None]
     tl.store(out, acc, mask=(o < O)[None, :])
 
 
@@ -410,6 +412,65 @@ def unpool_windows(
     if ADD:
         dx += tl.load(at, mask=live, other=0.0).to(tl.float32)
     tl.store(at, dx, mask=live)
+
+
+@triton.jit
+def pool_rows(x_ptr, y_ptr, where_ptr, M, H, C, W: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+    """As `pool_windows`, for windows of 3×3 around every pixel. Each program goes down its columns: a row is read three times, once
+    for each shift, and not nine times. M columns of all images."""
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    live = (m < M)[:, None] & (c < C)[None, :]
+    col = (m % W)[:, None]
+    first = ((m // W).to(tl.int64) * (H * W) + m % W) * C
+    # Each begins with a tensor of its own: Triton 3.6 confuses variables that begin a loop with the same one.
+    above, won_above = tl.full((BM, BC), float("-inf"), tl.float32), tl.zeros((BM, BC), tl.int32)
+    middle, won_middle = tl.full((BM, BC), float("-inf"), tl.float32), tl.zeros((BM, BC), tl.int32)
+    for row in range(H + 1):  # the window around the row before ends here
+        at = (first + row * (W * C))[:, None] + c[None, :]
+        there, before = live & (row + 0 * col < H), live & (row + 0 * col > 0)
+        below, won = tl.full((BM, BC), float("-inf"), tl.float32), tl.zeros((BM, BC), tl.int32)
+        for j in tl.static_range(3):
+            inside = there & (col + j >= 1) & (col + j <= W)
+            x = tl.load(x_ptr + at + (j - 1) * C, mask=inside, other=float("-inf")).to(tl.float32)
+            wins = (x > below) | (x != x)
+            below, won = tl.where(wins, x, below), tl.where(wins, j, won)
+        wins = (middle > above) | (middle != middle)
+        best, which = tl.where(wins, middle, above), tl.where(wins, 3 + won_middle, won_above)
+        wins = (below > best) | (below != below)
+        best, which = tl.where(wins, below, best), tl.where(wins, 6 + won, which)
+        tl.store(y_ptr + at - W * C, best, mask=before)
+        tl.store(where_ptr + at - W * C, which.to(tl.int8), mask=before)
+        above, won_above, middle, won_middle = middle, won_middle, below, won
+
+
+@triton.jit
+def unpool_rows(dy_ptr, where_ptr, dx_ptr, M, H, C, W: tl.constexpr, ADD: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+    """The gradient of `pool_rows`' input: a row of windows is read three times, and adds to the rows of pixels above, at and below
+    it. With ADD, the result is added to dx."""
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    live = (m < M)[:, None] & (c < C)[None, :]
+    col = (m % W)[:, None]
+    first = ((m // W).to(tl.int64) * (H * W) + m % W) * C
+    above = tl.zeros((BM, BC), dtype=tl.float32)
+    middle = tl.zeros((BM, BC), dtype=tl.float32)
+    for row in range(H + 1):  # the pixels of the row before are complete here
+        at = (first + row * (W * C))[:, None] + c[None, :]
+        there, before = live & (row + 0 * col < H), live & (row + 0 * col > 0)
+        below = tl.zeros((BM, BC), dtype=tl.float32)
+        for j in tl.static_range(3):  # the windows at column col + 1 - j
+            inside = there & (col + 1 >= j) & (col + 1 - j < W)
+            which = tl.load(where_ptr + at + (1 - j) * C, mask=inside, other=-1)
+            dy = tl.load(dy_ptr + at + (1 - j) * C, mask=inside, other=0.0).to(tl.float32)
+            above += tl.where(which == j, dy, 0.0)
+            middle += tl.where(which == 3 + j, dy, 0.0)
+            below += tl.where(which == 6 + j, dy, 0.0)
+        out = dx_ptr + at - W * C
+        if ADD:
+            above += tl.load(out, mask=before, other=0.0).to(tl.float32)
+        tl.store(out, above, mask=before)
+        above, middle = middle, below
 
 
 @triton.jit
@@ -852,6 +913,53 @@ def step_along_product(
         ROW, PULL, PROX, SHIFT, MEMORY, MASK,
     )  # fmt: skip
     tl.store(w_ptr + n * ROW + at, new, mask=live)
+
+
+@triton.jit
+def step_of_filters(
+    w_ptr,
+    g_ptr,
+    short_ptr,
+    O,
+    C,
+    rate_ptr,
+    gain_ptr,
+    pull_ptr,
+    prox_ptr,
+    start_ptr,
+    shift_ptr,
+    memory_ptr,
+    mask_ptr,
+    ROW,
+    PULL: tl.constexpr,
+    PROX: tl.constexpr,
+    SHIFT: tl.constexpr,
+    MEMORY: tl.constexpr,
+    MASK: tl.constexpr,
+    TAPS: tl.constexpr,
+    BO: tl.constexpr,
+    BC: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """The whole local step of a convolution's filters (O, C, TAPS) of every client, with their gradient in the order (O, TAPS, C).
+    The new filters are stored in 16 bits too, in that order, as `conv` reads them; see `turn`."""
+    n = tl.program_id(2).to(tl.int64)
+    o = tl.program_id(0) * BO + tl.arange(0, BO)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    tap = tl.arange(0, BT)
+    turned = (o[:, None, None] * TAPS + tap[None, :, None]) * C + c[None, None, :]
+    there = (o < O)[:, None, None] & (tap < TAPS)[None, :, None] & (c < C)[None, None, :]
+    g = tl.permute(tl.load(g_ptr + n * ROW + turned, mask=there, other=0.0), (0, 2, 1))
+    at = (o[:, None, None] * C + c[None, :, None]) * TAPS + tap[None, None, :]
+    live = (o < O)[:, None, None] & (c < C)[None, :, None] & (tap < TAPS)[None, None, :]
+    w = tl.load(w_ptr + n * ROW + at, mask=live, other=0.0)
+    new = moved(
+        w, g, n, at, live, rate_ptr, gain_ptr, pull_ptr, prox_ptr, start_ptr, shift_ptr, memory_ptr, mask_ptr,
+        ROW, PULL, PROX, SHIFT, MEMORY, MASK,
+    )  # fmt: skip
+    tl.store(w_ptr + n * ROW + at, new, mask=live)
+    short = new.to(short_ptr.dtype.element_ty)
+    tl.store(short_ptr + n * (O * TAPS * C) + turned, tl.permute(short, (0, 2, 1)), mask=there)
 
 
 @triton.jit

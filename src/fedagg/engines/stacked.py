@@ -38,6 +38,7 @@ from fedagg.engines.sequence import GELU, Attention, Embed, LastOne, LayerNorm, 
 from fedagg.models.text import LSTM, CausalAttention, Last, Positions
 from fedagg.work import cross_entropy
 
+SHORT = torch.bfloat16
 HELD_FROM = 1 << 16  # weights of a linear layer
 HELD_TO = 128  # samples of a batch: with more, libraries are better at their product
 
@@ -69,18 +70,21 @@ class StackedNetwork:
     def __init__(self, problem: Problem, n: int, conv: str = "loop", within: StackedNetwork | None = None) -> None:
         self.problem, self.n, self.conv, self.fused = problem, n, conv, conv == "fused"
         # Between layers: our kernels gain as much from moving half the bytes as from faster products.
-        self.dtype = torch.bfloat16 if problem.half and self.fused else torch.float32
+        self.dtype = SHORT if problem.half and self.fused else torch.float32
         layout, device = problem.layout, problem.device
         self.generator: torch.Generator | None
         if within is None:
             # Its own generator if several threads may draw at once; a captured graph needs torch's.
             self.generator = torch.Generator() if device.type == "cpu" else None
-            # On a GPU rows begin at multiples of 16 bytes: otherwise products of matrices are up to twice as slow.
-            row = -(-layout.d // 4) * 4 if device.type == "cuda" else layout.d
+            # On a GPU rows begin at multiples of 16 numbers: otherwise products of matrices are up to twice as slow, and our
+            # kernels cannot load several numbers at a time.
+            row = -(-layout.d // 16) * 16 if device.type == "cuda" else layout.d
             self.w, self.g = (torch.zeros(n, row, device=device)[:, : layout.d] for _ in range(2))
             self.buffers = torch.zeros(n, layout.b, device=device)
+            self.filters: dict[str, Tensor] = {}  # of convolutions that hold their gradient: as these read them
         else:
             self.generator, self.w, self.g, self.buffers = within.generator, within.w[:n], within.g[:n], within.buffers[:n]
+            self.filters = {name: filters[:n] for name, filters in within.filters.items()}
         weights, grads = dict(layout.weights(self.w)), dict(layout.weights(self.g))
         self.places: list[Place] = []
         self.named: dict[str, Place] = {}
@@ -111,15 +115,36 @@ class StackedNetwork:
     def first(self, n: int) -> StackedNetwork:
         return StackedNetwork(self.problem, n, self.conv, within=self)
 
-    def hold(self, batch: int) -> list[Linear]:
-        """Have large linear layers hold back the gradient of their weights for batches of this size, and return them. Not in texts,
-        where all positions of a batch are summed."""
+    def hold(self, batch: int) -> list[Linear | Conv]:
+        """Have layers leave the gradient of their weights to the step, for batches of this size, and return them: large linear
+        layers, but not in texts, where all positions of a batch are summed; and convolutions that can. After that, whoever sets `w`
+        calls `refresh`."""
         rows = self.problem.x.is_floating_point() and self.problem.x.dim() in (2, 4) and batch <= HELD_TO
-        layers = [place.layer for place in self.places if isinstance(place.layer, Linear)] if rows else []
-        held = [layer for layer in layers if layer.w[0].numel() >= HELD_FROM]
-        for layer in held:
-            layer.holds = True
+        held: list[Linear | Conv] = []
+        for name, place in self.named.items():
+            layer = place.layer
+            if isinstance(layer, Linear) and rows and layer.w[0].numel() >= HELD_FROM:
+                layer.holds = True
+                held.append(layer)
+            if isinstance(layer, Conv) and self.fused and self.dtype.itemsize == 2:
+                from fedagg.engines.fused import FusedConvolution
+
+                n, outputs, channels, k, _ = layer.w.shape
+                if isinstance(layer.kernel, FusedConvolution) and layer.kernel.may_hold(channels):
+                    filters = layer.w.new_empty(n, outputs, k, k, channels, dtype=self.dtype)
+                    layer.dw = layer.kernel.hold(layer.dw, self.filters.setdefault(name, filters))
+                    held.append(layer)
         return held
+
+    def refresh(self) -> None:
+        """Compute what is kept of the weights in another form."""
+        if self.filters:
+            from fedagg.engines.fused import turned
+
+            for name, filters in self.filters.items():
+                layer = self.named[name].layer
+                assert isinstance(layer, Conv)
+                turned(layer.w, filters.dtype, filters)
 
     def layer(self, module: nn.Module, name: str, w: dict[str, Tensor], g: dict[str, Tensor], conv: str) -> Layer | None:
         if isinstance(module, nn.Linear | nn.Conv2d):
