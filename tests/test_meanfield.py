@@ -285,6 +285,39 @@ def test_a_rate_above_one_that_does_harm_is_right_by_chance_alone() -> None:
     assert next_power({-2: 230.0, 0: 200.0, 2: 190.0}, 218.0) == 4
 
 
+def test_a_rate_far_above_one_that_gains_nearly_as_much_is_out_of_reach() -> None:
+    """By hand: the best gain is 1, at 0, so a rate that gains 0.93 gains nearly as much. Between 0.8 at -3 and 0.95 at -2 that is
+    at -3 + 13/15."""
+    flat = {1: 1.02, 0: 1.0, -1: 1.02}
+    assert next_power(flat, 2.0) is None
+    assert next_power(flat, 2.0, reach=1.0) == -2
+    flat |= {-2: 1.05, -3: 1.2}
+    assert next_power(flat, 2.0, reach=1.0) is None
+    assert best_power(flat, 2.0, reach=1.0) == pytest.approx(-3 + 13 / 15 + 1)
+    assert best_power(flat, 2.0, reach=0.0) == pytest.approx(-3 + 13 / 15)
+    assert best_power(flat, 2.0, reach=3.0) == best_power(flat, 2.0) == 0
+    # What lies between is only tried if it matters.
+    wide = {1: 1.02, 0: 1.0, -1: 1.02, -3: 1.2}
+    assert next_power(wide, 2.0, reach=1.0) == -2
+    assert next_power(wide, 2.0, reach=3.0) is None
+    # On a plateau there is no gain to be had nearly as well.
+    assert next_power({0: 2.0, 1: 2.0, 2: 1.99, 3: 2.0, 4: 2.1}, 2.0, reach=0.0) is None
+    assert best_power({0: 2.0, 1: 2.0, 2: 1.99, 3: 2.0, 4: 2.1}, 2.0, reach=0.0) == 3
+
+
+@given(at=st.floats(-9, 9), bend=st.floats(0.02, 0.4), reach=st.floats(0.0, 4.0))
+def test_the_search_ends_within_reach_of_the_lowest_rate_that_gains_nearly_as_much(at: float, bend: float, reach: float) -> None:
+    """The gain is 2 less a parabola; 93 % of it are left at √(0.14/bend) below its highest point."""
+    losses, power = dict[int, float](), 0
+    while power is not None:
+        assert power not in losses
+        losses[power] = 1.0 + bend * (power - at) ** 2
+        power = next_power(losses, 3.0, reach=reach)
+    found, lowest = best_power(losses, 3.0, reach), min(at, at - math.sqrt(0.14 / bend) + reach)
+    assert lowest - 0.2 <= found <= at + 1e-6  # on a line between two rates, and not on the parabola
+    assert found == pytest.approx(lowest, abs=0.2 + 2 * bend)
+
+
 def test_harm_at_the_lowest_rate_may_be_chance() -> None:
     assert next_power({0: 2.3}, 2.0) == -2
     assert next_power({0: 2.3}, 2.0, doubt=0.31) == 2

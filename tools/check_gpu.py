@@ -221,7 +221,7 @@ def steps(bench: Bench) -> Iterator[Row]:
             yield Row(f"{name}: {terms or 'gradient alone'}", "fp32", apart(w, exact), 1e-6)
             if name == "step of filters":
                 wanted = exact[:, part].unflatten(1, (20, 64, 3, 3)).permute(0, 1, 3, 4, 2)
-                yield Row("filters in the order of the convolution", bench.name("short"), apart(filters, wanted), 5e-3)
+                yield Row("step of filters: as the convolution reads them", bench.name("short"), apart(filters, wanted), 5e-3)
 
 
 def losses(bench: Bench) -> Iterator[Row]:

@@ -16,6 +16,7 @@ is positive definite: it always has exactly one solution. Only inner products en
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 from fedagg.errors import SettingError
 
 LITTLE = 0.01  # a share that counts for nothing: of a loss that changes, of gradients that agree
+SPARE = 0.07  # a share of the best rate's gain that a much lower rate may miss, where few clients take part
 
 
 def weight_ratio(alpha: float) -> float:
@@ -143,11 +145,17 @@ def stable(losses: dict[int, float], first: float) -> dict[int, float]:
     return losses
 
 
-def next_power(losses: dict[int, float], first: float, doubt: float = 0.0) -> int | None:
-    """The next rate to try, or None if the best is found. Rates are powers of two; `losses` has those that clients at loss `first`
-    have tried, and `doubt` is how far the loss at the lowest of them may be off by chance. The search first tries every other
-    power, outwards, until the best lies between two worse ones, then its two neighbours. If none gains anything, as on a plateau,
-    it goes upwards until a rate does harm."""
+def short(losses: dict[int, float], first: float, best: int) -> int | None:
+    """The highest rate below the best that misses more than the share `SPARE` of the best one's gain; None if none was tried."""
+    enough = losses[best] + SPARE * (first - losses[best])
+    return max((k for k in losses if k < best and losses[k] > enough), default=None)
+
+
+def next_power(losses: dict[int, float], first: float, doubt: float = 0.0, reach: float = math.inf) -> int | None:
+    """The next rate to try, or None if `best_power` is known. Rates are powers of two; `losses` has those that clients at loss
+    `first` have tried, and `doubt` is how far the loss at the lowest of them may be off by chance. The search first tries every
+    other power, outwards, until the best lies between two worse ones, then its two neighbours; and then lower ones, if they may
+    gain nearly as much and are out of reach. If none gains anything, as on a plateau, it goes upwards until a rate does harm."""
     steady = stable(losses, first)
     low, high, best = min(losses), max(losses), min(sorted(steady), key=lambda k: losses[k])
     harmless = losses[high] - first <= LITTLE * abs(first)
@@ -157,12 +165,17 @@ def next_power(losses: dict[int, float], first: float, doubt: float = 0.0) -> in
         return high + 2
     if best == low:
         return low - 2
-    return next((k for k in (best - 1, best + 1) if k not in losses), None)
+    wanted = [best - 1, best + 1]
+    if gains(losses, first) and math.isfinite(reach):
+        worse = short(losses, first, best)
+        wanted += [low - 1] if worse is None else [worse + 1] if worse + reach < best else []
+    return next((k for k in wanted if k not in losses), None)
 
 
-def best_power(losses: dict[int, float], first: float) -> float:
+def best_power(losses: dict[int, float], first: float, reach: float = math.inf) -> float:
     """The exponent of the best rate: the minimum of the parabola through the lowest loss and its two neighbours, if they were
-    tried. On a plateau, where losses only tell which rates do harm, it is the highest that does none."""
+    tried; but no further than `reach` above the lowest rate that gains nearly as much. On a plateau, where losses only tell which
+    rates do harm, it is the highest that does none."""
     best = min(sorted(stable(losses, first)), key=lambda k: losses[k])
     above = min((k for k in losses if k > best and losses[k] > first), default=None)
     if not gains(losses, first) and above is not None and losses[best] <= first:
@@ -171,7 +184,13 @@ def best_power(losses: dict[int, float], first: float) -> float:
     if not {best - 1, best + 1} <= losses.keys():
         return best
     less, more = losses[best - 1] - losses[best], losses[best + 1] - losses[best]
-    return best + (0.5 * (less - more) / (less + more) if less + more else 0.0)
+    lowest = best + (0.5 * (less - more) / (less + more) if less + more else 0.0)
+    worse = short(losses, first, best)
+    if not gains(losses, first) or worse is None:
+        return lowest
+    above = min(k for k in losses if k > worse)
+    missed = losses[worse] - losses[best] - SPARE * (first - losses[best])
+    return min(lowest, worse + (above - worse) * missed / (losses[worse] - losses[above]) + reach)
 
 
 @dataclass(frozen=True)

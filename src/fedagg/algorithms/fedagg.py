@@ -128,6 +128,7 @@ class FedAgg(Algorithm):
         first = self.state["start"] = mean(report.loss for report in judges.values())
         worst = first + abs(first)  # cap for losses, also those that are not finite
         common = clients.rehearsed.flow if clients.rehearsed and single else None
+        reach = self.reach(clients)
         losses, doubt = dict[int, float](), dict[int, float]()
         power: int | None = 0
         while power is not None and len(losses) < float32.bits:
@@ -140,11 +141,18 @@ class FedAgg(Algorithm):
             losses[power] = mean(tried.values()) if tried else worst
             changes = [loss - judges[client].loss for client, loss in tried.items()]
             doubt[power] = guard.doubt(trusted(torch.tensor(changes), clients.robust))
-            power = meanfield.next_power(losses, first, doubt[min(losses)])
+            power = meanfield.next_power(losses, first, doubt[min(losses)], reach)
         bold = BOLD if meanfield.gains(losses, first) else 0.0  # on a plateau the best rate is the highest already
-        self.state["rate"] = min(before, self.lr * 2 ** (meanfield.best_power(losses, first) + bold))
+        self.state["rate"] = min(before, self.lr * 2 ** (meanfield.best_power(losses, first, reach) + bold))
         self.state["tried"] += len(judges)
         return guard.enough(self.state["tried"], clients) or 0 < clients.rounds <= guard.FEW
+
+    def reach(self, clients: Clients) -> float:
+        """How far, in powers of two, the own rate may be above the lowest that gains nearly as much. Clients with few classes learn
+        these at any rate, and the higher it is, the more the model depends on who takes part. This noise falls in proportion to the
+        number of participants, and if all clients take part, there is none. If very few do, the lowest of several rates is used."""
+        count, absent = len(clients.ids), 1.0 - len(clients.ids) / clients.total
+        return math.log2(max(1.0, count / (guard.FEW * absent))) if absent and guard.enough(count, clients) else math.inf
 
     def at_rest(self, clients: Clients, single: bool) -> dict[int, ClientReport]:
         """What participants report if they hardly move: at the base rate times √ε, where ε is the precision of a number. If inputs
