@@ -165,7 +165,7 @@ def test_pips_settings_are_handed_to_uv_or_pip_is_used() -> None:
 def test_every_constant_of_fedagg_is_explained() -> None:
     page = (ROOT / "docs" / "fedagg.md").read_text(encoding="utf-8")
     told = dict(re.findall(r"^\| `([A-Z_]+)` \| `([^`]+)` \|", page, re.MULTILINE))
-    both = {**vars(fedagg), **vars(guard), "LITTLE": meanfield.LITTLE}
+    both = {**vars(fedagg), **vars(guard), **vars(meanfield)}
     there = {name: repr(value) for name, value in both.items() if name.isupper() and name != "KEPT"}
     there["FALL"] = f"{fedagg.FALL:.3f}"
     assert told == there
