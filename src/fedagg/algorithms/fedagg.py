@@ -150,9 +150,9 @@ class FedAgg(Algorithm):
     def reach(self, clients: Clients) -> float:
         """How far, in powers of two, the own rate may be above the lowest that gains nearly as much. Clients with few classes learn
         these at any rate, and the higher it is, the more the model depends on who takes part. This noise falls in proportion to the
-        number of participants, and if all clients take part, there is none. If very few do, the lowest of several rates is used."""
+        number of participants, and if all clients take part, there is none. Fewer than `FEW` say too little to set a bound."""
         count, absent = len(clients.ids), 1.0 - len(clients.ids) / clients.total
-        return math.log2(max(1.0, count / (guard.FEW * absent))) if absent and guard.enough(count, clients) else math.inf
+        return math.log2(count / (guard.FEW * absent)) if absent and count >= guard.FEW else math.inf
 
     def at_rest(self, clients: Clients, single: bool) -> dict[int, ClientReport]:
         """What participants report if they hardly move: at the base rate times √ε, where ε is the precision of a number. If inputs

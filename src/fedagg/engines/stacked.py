@@ -131,8 +131,9 @@ class StackedNetwork:
 
                 n, outputs, channels, k, _ = layer.w.shape
                 if isinstance(layer.kernel, FusedConvolution) and layer.kernel.may_hold(channels):
-                    filters = layer.w.new_empty(n, outputs, k, k, channels, dtype=self.dtype)
-                    layer.dw = layer.kernel.hold(layer.dw, self.filters.setdefault(name, filters))
+                    if name not in self.filters:  # a network within another one uses that one's
+                        self.filters[name] = layer.w.new_empty(n, outputs, k, k, channels, dtype=self.dtype)
+                    layer.dw = layer.kernel.hold(layer.dw, self.filters[name])
                     held.append(layer)
         return held
 
