@@ -713,11 +713,11 @@ def test_weights_are_pulled_back_by_a_share_of_distance(travel: tuple[float, ...
     method = started(2)
     method.state["norm"] = 1.0
     told = SimpleNamespace(travel=torch.tensor(travel).double(), norm=torch.tensor(norm).double())
-    model = method.decayed(Model(torch.tensor([3.0, 4.0]), torch.ones(1)), told)  # type: ignore[arg-type]
+    model = method.decayed(Model(torch.tensor([3.0, 4.0]), torch.ones(1)), told, None)  # type: ignore[arg-type]
     torch.testing.assert_close(model.w, torch.tensor([3.0, 4.0]) * (1 - pull / 5))
     assert torch.equal(model.buffers, torch.ones(1))
     method.state["norm"] = 0.0  # clients that tell no norms
-    assert torch.equal(method.decayed(model, told).w, model.w)  # type: ignore[arg-type]
+    assert torch.equal(method.decayed(model, told, None).w, model.w)  # type: ignore[arg-type]
 
 
 def test_normalised_networks_are_pulled_back_more() -> None:
@@ -726,8 +726,61 @@ def test_normalised_networks_are_pulled_back_more() -> None:
         method = FedAgg(lr=0.01)
         method.start(Model(torch.zeros(2), torch.zeros(0)), network, None)  # type: ignore[arg-type]
         method.state["norm"] = 1.0
-        model = method.decayed(Model(torch.tensor([3.0, 4.0]), torch.zeros(0)), told)  # type: ignore[arg-type]
+        model = method.decayed(Model(torch.tensor([3.0, 4.0]), torch.zeros(0)), told, None)  # type: ignore[arg-type]
         torch.testing.assert_close(model.w, torch.tensor([3.0, 4.0]) * (1 - 2 * share / 5))
+
+
+@pytest.mark.parametrize(
+    ("answers", "epochs", "first", "loss", "more"),
+    [
+        (6, 2, [2.0, 2.0], [1.0, 2.0], 0.75**2 * (1 - 10 / 12)),  # 1.2 passes, three quarters of the loss are kept
+        (50, 3, [2.0, 1.0], [1.5, 1.5], 1 - 10 / 150),  # what one client removes the other adds
+        (2, 5, [2.0], [2.0], 0.0),  # nobody has seen a sample twice
+        (50, 3, [2.0], [0.0], 0.0),  # clients that learn all they have on their own
+        (50, 3, [1.0], [9.0], 1 - 10 / 150),  # no more than that
+        (50, 3, [math.nan], [math.nan], 1 - 10 / 150),  # no losses are reported
+        (50, 3, [0.0], [0.0], 1 - 10 / 150),
+    ],
+)
+def test_networks_without_dropout_are_pulled_back_more_with_every_pass(
+    answers: int, epochs: int, first: list[float], loss: list[float], more: float
+) -> None:
+    """Ten clients: so many answers and epochs make passes over the samples of a client."""
+    told, clients = outcome(first, loss), SimpleNamespace(epochs=epochs, total=10)
+    for network, share in (
+        (nn.Sequential(nn.Linear(1, 2), nn.ReLU(), nn.Linear(2, 1)), 0.003 + 0.014 * more),
+        (nn.Sequential(nn.Linear(1, 2), nn.Dropout(0.0), nn.Linear(2, 1)), 0.003 + 0.014 * more),
+        (nn.Sequential(nn.Linear(1, 2), nn.Dropout(0.1), nn.Linear(2, 1)), 0.003),
+        (nn.Linear(1, 2), 0.003),
+    ):
+        method = FedAgg(lr=0.01)
+        method.start(Model(torch.zeros(2), torch.zeros(0)), network, None)  # type: ignore[arg-type]
+        method.state["answers"] = answers
+        assert method.pull(told, clients) == pytest.approx(share)  # type: ignore[arg-type]
+
+
+def after_training(wrong: float, decay: float, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> float:
+    """The accuracy of a small network on four classes in ten dimensions; that share of the samples to train on has any label."""
+    monkeypatch.setattr("fedagg.algorithms.fedagg.BARE_DECAY", decay)
+    generator = torch.Generator().manual_seed(0)
+    x, directions = torch.randn(6000, 10, generator=generator), torch.randn(10, 4, generator=generator)
+    y = (x @ directions).argmax(1)
+    told = torch.where(torch.rand(4000, generator=generator) < wrong, torch.randint(0, 4, (4000,), generator=generator), y[:4000])
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(10, 100), nn.ReLU(), nn.Linear(100, 4))
+    given = fedagg.Dataset(x[:4000], told, x[4000:], y[4000:])
+    shared: dict[str, Any] = {"clients": 10, "participation": 0.5, "batch_size": 20, "rounds": 20, "eval_every": 20, "seed": 5}
+    return fedagg.run(data=given, model=network, **shared, **settings).accuracy
+
+
+def test_the_pull_keeps_a_network_from_learning_wrong_labels_by_heart(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, now = (after_training(0.5, decay, monkeypatch, partition="iid") for decay in (0.003, 0.017))
+    assert now > before + 0.03
+
+
+def test_the_pull_spares_what_clients_with_few_classes_do_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, now = (after_training(0.0, decay, monkeypatch, partition="shards", shards=1) for decay in (0.003, 0.017))
+    assert now > before - 0.02
 
 
 # --- what clients remember --------------------------------------------------------------------------------------------

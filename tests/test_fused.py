@@ -338,6 +338,36 @@ def test_the_engine_on_these_kernels(kind: str, local: dict[str, float], monkeyp
         assert torch.allclose(ours.norm[row], theirs.norm[0], rtol=1e-4)
 
 
+def test_weights_that_the_step_keeps_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large linear layer reads the weights that the last step stored. A network of the first clients uses the same memory."""
+    monkeypatch.setattr(stacked, "SHORT", torch.float16)  # the interpreter has no bfloat16
+    monkeypatch.setattr(stacked, "HELD_FROM", 15)
+    local = ClientOptions(epochs=1, batch_size=4)
+    module = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
+    problem = Problem(module, random(4, 6, seed=1), torch.arange(4) % 2, 2, local, torch.device("cpu"), half=True)
+    network = StackedNetwork(problem, 3, "fused")
+    (layer,) = network.hold(4)
+    assert isinstance(layer, Linear)
+    assert layer.short is not None
+    network.w.copy_(random(3, problem.layout.d, seed=2))
+    network.refresh()
+    assert torch.equal(layer.short, layer.w.half())
+    x, dy, ones = random(3, 4, 6, seed=3), random(3, 4, 5, seed=4), torch.ones(3, 1)
+    assert layer.b is not None
+    expected = torch.bmm(x, layer.w.transpose(1, 2)) + layer.b[:, None]
+    assert close(layer.forward(x), expected, 2**-9)
+    assert close(layer.backward(dy, True), torch.bmm(dy, layer.w), 2**-9)
+    before = layer.w.clone()
+    FusedStep(network.w, network.g, [layer])(0.1 * ones, ones, None, None, network.w[0], None, None, None)
+    assert close(layer.w, before - 0.1 * torch.bmm(dy.transpose(1, 2), x))
+    assert torch.equal(layer.short, layer.w.half())
+    part = network.first(2)
+    (held,) = part.hold(4)
+    assert isinstance(held, Linear)
+    assert held.short is not None
+    assert held.short.data_ptr() == layer.short.data_ptr()
+
+
 @pytest.mark.parametrize("kind", ["plain", "all"])
 def test_filters_whose_step_keeps_them_in_order(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rounds of clients that make different numbers of steps, with filters held for the step and without."""

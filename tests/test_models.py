@@ -378,6 +378,13 @@ def test_normalised_networks(norm: str, normalised: bool) -> None:
     assert models.is_normalised(models.build("vgg11", (3, 32, 32), 10, norm=norm)) == normalised
 
 
+def test_networks_with_dropout() -> None:
+    assert models.has_dropout(models.build("cifar10-cnn", (3, 32, 32), 10))
+    assert not models.has_dropout(models.build("cifar10-cnn", (3, 32, 32), 10, dropout=0.0))
+    assert not models.has_dropout(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0)))
+    assert models.has_dropout(nn.Sequential(nn.Sequential(nn.Dropout1d(0.1)), nn.Linear(4, 4)))
+
+
 def test_half_of_the_layers_must_be_normalised() -> None:
     def mlp(*norms: bool) -> nn.Module:
         return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), *([nn.BatchNorm1d(4)] if norm else [])) for norm in norms))

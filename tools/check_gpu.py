@@ -200,6 +200,7 @@ def steps(bench: Bench) -> Iterator[Row]:
                 dw = g[:, part].unflatten(1, (outputs, inputs))
                 layer = Linear(w[:, part].unflatten(1, (outputs, inputs)), None, dw, None, half=False)
                 layer.x, layer.dy = bench.random(n, batch, inputs), bench.random(n, batch, outputs)
+                layer.short = short = torch.empty(n, outputs, inputs, dtype=bench.short, device=bench.device)
                 full = full.clone()
                 full[:, part] = (layer.dy.double().transpose(1, 2) @ layer.x.double()).flatten(1)
                 held.append(layer)
@@ -215,6 +216,10 @@ def steps(bench: Bench) -> Iterator[Row]:
             yield Row(f"{name}, norm", "fp32", apart(step.norm(), full.norm(dim=1, keepdim=True)), 1e-5)
             step(rate, gain, *(value if key in terms or key == "start" else None for key, value in given.items()))
             yield Row(f"{name}: {terms or 'gradient alone'}", "fp32", apart(w, exact), 1e-6)
+            if name == "step along a product":
+                yield Row(
+                    "step along a product: in 16 bits", bench.name("short"), apart(short, exact[:, part].view_as(short)), 5e-3
+                )
             if name == "step of filters":
                 wanted = exact[:, part].unflatten(1, (20, 64, 3, 3)).permute(0, 1, 3, 4, 2)
                 yield Row("step of filters: as the convolution reads them", bench.name("short"), apart(filters, wanted), 5e-3)

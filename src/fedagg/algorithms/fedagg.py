@@ -39,11 +39,10 @@ from fedagg.memory import is_much
 from fedagg.work import Chunk, Work
 
 BOLD = 0.65  # the own rate is this power of two above the rate that lowers the loss most in the first round
-FALL = 1 / 3  # share of the rounds, at the end, in which the own rate falls to zero; half of it if all clients take part
-TAIL = 3.0  # later models weigh more in the average of the path: the η of Shamir and Zhang
+FALL = 1 / 3  # share of the rounds that counts as the end: the own rate falls to zero in it, and later models weigh more
 CLIP = 1.5  # largest norm of a mini-batch gradient, as a multiple of the usual norm at the start
-DECAY = 0.003  # weight decay, as a share of the distance that gradients covered
-NORMALISED_DECAY = 0.017  # the same for networks whose layers are normalised: there it costs nothing but noise
+DECAY = 0.003  # weight decay, as a share of the distance that gradients covered: of linear models, and beside dropout
+BARE_DECAY = 0.017  # the same at most for other networks, which nothing else keeps from learning their samples by heart
 MEMORY = 0.85  # weight of earlier rounds in the agreement and in the change of the loss
 float32 = torch.finfo(torch.float32)
 
@@ -62,8 +61,8 @@ class FedAgg(Algorithm):
         if self.alpha != FedAgg.alpha and not self.theorem:
             raise SettingError("alpha", self.alpha, "weighs the rates of Theorem 1; add --theorem, or choose --variant paper")
         self.departure, self.rate = math.nan, 0.0
-        self.decay = NORMALISED_DECAY if models.is_normalised(module) else DECAY
-        self.linear = models.is_linear(module)
+        self.linear, self.normalised = models.is_linear(module), models.is_normalised(module)
+        self.drops = models.has_dropout(module)
         self.state |= {
             "rate": 0.0,  # for a client's own gradient; 0 until it is measured
             "tried": 0,  # clients that have tried rates
@@ -80,7 +79,7 @@ class FedAgg(Algorithm):
             "shown": model.w,  # the average of the path, with the statistics that belong to it
             "shown/buffers": model.buffers,
         }
-        if self.memory == "on" or (self.memory == "auto" and not models.is_normalised(module)):
+        if self.memory == "on" or (self.memory == "auto" and not self.normalised):
             self.state |= {
                 "control": torch.zeros_like(model.w),  # the mean of what all clients remember
                 "heard": False,  # did all clients report the norm of their gradients?
@@ -255,7 +254,7 @@ class FedAgg(Algorithm):
                 self.state |= {"rate": self.state["rate"] / 2, "trend": 0.0}
         self.learn(work, out)
         self.state["back"] = float(out.travel.mean())
-        nxt = self.decayed(model.moved(self.state["back"] * out.flow, out.buffers), out)
+        nxt = self.decayed(model.moved(self.state["back"] * out.flow, out.buffers), out, clients)
         self.average(nxt)
         return nxt
 
@@ -284,20 +283,34 @@ class FedAgg(Algorithm):
         for name, value in (("trend", change), ("swing", abs(change))):
             self.state[name] = MEMORY * self.state[name] + (1 - MEMORY) * value
 
-    def decayed(self, model: Model, out: Outcome) -> Model:
+    def pull(self, out: Outcome, clients: Clients) -> float:
+        """The weight decay, as a share of the distance that gradients covered. If layers are normalised, the length of their
+        weights has no other effect. Other networks without dropout learn samples by heart that they see often, so they are pulled
+        harder with every pass. But where clients remove most of their loss on their own in a round, they have few classes, and a
+        strong pull would take away what the model knows of the others."""
+        if self.normalised:
+            return BARE_DECAY
+        if self.linear or self.drops:
+            return DECAY
+        passes = int(self.state["answers"]) * clients.epochs / clients.total  # over the samples of a client, so far
+        first, loss = (float(out.trusted(values).mean()) for values in (out.first, out.loss))
+        kept = min(1.0, max(0.0, loss / first)) if first and math.isfinite(loss / first) else 1.0
+        return DECAY + (BARE_DECAY - DECAY) * kept**2 * max(0.0, 1.0 - 1.0 / passes)
+
+    def decayed(self, model: Model, out: Outcome, clients: Clients) -> Model:
         """Weight decay without a unit: weights are pulled to zero by a share of the distance that the clients' gradients covered,
         each counted alone. Steps of constant length in changing directions make weights grow, and the larger these are, the less a
-        step changes. If layers are normalised, this is the only effect of their length, and the pull is stronger."""
+        step changes."""
         norm = out.norm.nan_to_num(0.0).clamp(0.0, self.limit())  # as reported by the client, so not trusted
-        pull = self.decay * float((out.travel * norm).mean())
+        pull = self.pull(out, clients) * float((out.travel * norm).mean())
         length = float(torch.linalg.vector_norm(model.w))
         return Model(model.w * (1.0 - pull / max(length, pull)), model.buffers) if pull else model
 
     def average(self, model: Model) -> None:
-        """Update the average of the path, in which later models weigh more (Shamir, Zhang 2013, with η = 3). If every round lowers
-        the loss, this is the last model; if rounds undo each other, as with few clients whose data differ, it is not."""
+        """Update the average of the path, in which later models weigh more (Shamir, Zhang 2013, with η = 1/FALL). If every round
+        lowers the loss, this is the last model; if rounds undo each other, as with few clients whose data differ, it is not."""
         calm = self.state["trend"] / self.state["swing"] if self.state["swing"] else 1.0
-        share = max((TAIL + 1) / (TAIL + self.state["known"]), calm**2)
+        share = max((1 / FALL + 1) / (1 / FALL + self.state["known"]), calm**2)
         for name, value in (("shown", model.w), ("shown/buffers", model.buffers)):
             mean = self.state[name] + share * (value - self.state[name])
             self.state[name] = torch.where(mean.isfinite(), mean, value)  # a buffer may hold an infinity, such as a mask

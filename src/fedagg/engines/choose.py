@@ -22,12 +22,12 @@ from fedagg.engines.batched import Batched, has_triton
 from fedagg.engines.conv import channels_last
 from fedagg.engines.distributed import Distributed
 from fedagg.engines.sequential import Sequential
-from fedagg.engines.threaded import Shared, Threaded, draws
+from fedagg.engines.threaded import Shared, Threaded
 from fedagg.engines.trial import Trial
 from fedagg.engines.vmapped import VmappedNetwork
 from fedagg.engines.windowed import Windowed, window
 from fedagg.errors import SettingError
-from fedagg.models import PUBLISHED
+from fedagg.models import PUBLISHED, has_dropout
 from fedagg.models.text import LSTM, CausalAttention
 from fedagg.work import Engine, cross_entropy
 
@@ -76,7 +76,7 @@ def pick(problem: Problem, options: EngineOptions) -> Engine:
             return noted(
                 Threaded(problem, cores, stacked.StackedNetwork), f"no autograd; {what} can keep one core busy, but not several"
             )
-        if cores > 1 and not (draws(module) if trial is None else trial.draws or trial.alone):
+        if cores > 1 and not (has_dropout(module) if trial is None else trial.draws or trial.alone):
             return noted(Threaded(problem, cores), f"{what} can keep one core busy, but not several")
         return noted(Sequential(problem), f"{what} on a CPU gain nothing from stacking")
     engine = together(problem, options, trial)

@@ -395,7 +395,7 @@ class ConvPool(Conv):
         images, channels, high, wide = dy.shape
         if self.kernel.by_rows(self.x, area):
             full = unpooled(dy, self.where, self.full)
-            self.kernel.weight_gradient(self.x, full, self.dw, self.db)
+            self.aside(lambda: self.kernel.weight_gradient(self.x, full, self.dw, self.db), full)
         else:
             tile: dict[str, Any] = {"BP": min(128, triton.next_power_of_2(area)), "BC": min(32, triton.next_power_of_2(channels))}
             grid = (images * triton.cdiv(area, tile["BP"]), triton.cdiv(channels, tile["BC"]))
@@ -403,9 +403,13 @@ class ConvPool(Conv):
             full = torch.empty_like(turned, memory_format=torch.channels_last)
             sums = torch.empty(grid[0], channels, device=dy.device)
             kernels.unpool_turned[grid](dy, self.where, full, turned, sums, *self.full, high, wide, channels, BOTH=need, **tile)
-            if self.db is not None:
-                torch.sum(sums.view(len(self.db), -1, channels), 1, out=self.db)
-            self.kernel.weight_gradient(self.x, full, self.dw, self.db, turned)
+
+            def gradient() -> None:
+                if self.db is not None:
+                    torch.sum(sums.view(len(self.db), -1, channels), 1, out=self.db)
+                self.kernel.weight_gradient(self.x, full, self.dw, self.db, turned)
+
+            self.aside(gradient, full, turned, sums)
         return self.kernel.input_gradient(self.x, full, self.w, onto) if need else dy
 
 
@@ -684,8 +688,9 @@ class FusedStep:
             tile = {"BB": block(batch, 32), "BO": 32, "BI": 128}
             grid = (triton.cdiv(inputs, tile["BI"]), triton.cdiv(outputs, tile["BO"]), n)
             kernels.step_along_product[grid](
-                layer.w, dy, x, batch, outputs, inputs, *terms(first), **flags, **tile, PRECISION=precision()
-            )
+                layer.w, dy, x, layer.w if layer.short is None else layer.short, batch, outputs, inputs, *terms(first), **flags,
+                SHORT=layer.short is not None, **tile, PRECISION=precision(),
+            )  # fmt: skip
 
 
 def squared_product(dy: Tensor, x: Tensor) -> Tensor:

@@ -870,6 +870,7 @@ def step_along_product(
     w_ptr,
     dy_ptr,
     x_ptr,
+    short_ptr,
     B,
     O,
     I,
@@ -887,13 +888,14 @@ def step_along_product(
     SHIFT: tl.constexpr,
     MEMORY: tl.constexpr,
     MASK: tl.constexpr,
+    SHORT: tl.constexpr,
     BB: tl.constexpr,
     BO: tl.constexpr,
     BI: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """The whole local step of a linear layer's weights (O, I) of every client, with its gradient Σ_b dy[n, b, o] x[n, b, i], which
-    is not stored."""
+    is not stored. With SHORT, the new weights are stored in 16 bits too."""
     n = tl.program_id(2).to(tl.int64)
     o = tl.program_id(1) * BO + tl.arange(0, BO)
     i = tl.program_id(0) * BI + tl.arange(0, BI)
@@ -913,6 +915,8 @@ def step_along_product(
         ROW, PULL, PROX, SHIFT, MEMORY, MASK,
     )  # fmt: skip
     tl.store(w_ptr + n * ROW + at, new, mask=live)
+    if SHORT:
+        tl.store(short_ptr + n * O * I + at, new.to(short_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit

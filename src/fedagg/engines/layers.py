@@ -5,7 +5,7 @@ Activations are (n·B, C, H, W) in channels-last memory, or (n, B, features) aft
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,6 +21,34 @@ aten = torch.ops.aten
 # With oneDNN and without MKL (Linux on Arm) transposing first makes a small product with a transposed operand three times as fast.
 TURN_FIRST = torch.backends.mkldnn.is_available() and not torch.backends.mkl.is_available()
 SMALL = 1 << 18  # weights of a layer
+
+
+class Aside:
+    """Work on a second stream of a GPU, with a result that the rest of the backward pass does not read: the gradients of filters.
+    Blocks of one kernel then fill the processors that the last blocks of another leave idle."""
+
+    ahead = 2  # how many may be under way: the memory that they read is not free until they end
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.waiting: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
+
+    def __call__(self, work: Callable[[], None], *reads: Tensor) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            work()
+        self.waiting.append((self.stream.record_event(), reads))
+        if len(self.waiting) > self.ahead:
+            torch.cuda.current_stream().wait_event(self.waiting.popleft()[0])
+
+    def join(self) -> None:
+        if self.waiting:  # a graph that is captured must not wait for a stream that is not part of it
+            torch.cuda.current_stream().wait_event(self.waiting[-1][0])
+            self.waiting.clear()
+
+
+def at_once(work: Callable[[], None], *reads: Tensor) -> None:
+    work()
 
 
 class Layer(Protocol):
@@ -54,6 +82,7 @@ class Linear:
         self.w, self.b, self.dw, self.db, self.half = w, b, dw, db, half
         self.step: Tensor | None = None  # (n, 1, 1): step along the gradient instead of storing it
         self.holds = False  # is the gradient left to whoever reads its factors, x and dy?
+        self.short: Tensor | None = None  # the weights in 16 bits, if the step keeps them
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() == 2:  # flat samples, not yet in rows by client
@@ -64,9 +93,9 @@ class Linear:
 
     def product(self, x: Tensor, few: bool = True) -> Tensor:
         self.x = x
-        w = self.w.transpose(1, 2)
         if self.half:
-            y = torch.bmm(x.bfloat16(), w.bfloat16()).float()
+            self.read = self.w.bfloat16() if self.short is None else self.short
+            y = torch.bmm(x.to(self.read.dtype), self.read.transpose(1, 2)).float()
             return y if self.b is None else y.add_(self.b[:, None])
         if (
             x.is_cpu and few
@@ -74,6 +103,7 @@ class Linear:
             turned = x.transpose(1, 2)
             y = torch.bmm(self.w, turned.contiguous() if TURN_FIRST and self.w[0].numel() < SMALL else turned)
             return (y if self.b is None else y.add_(self.b[..., None])).transpose(1, 2)
+        w = self.w.transpose(1, 2)
         return torch.bmm(x, w) if self.b is None else torch.baddbmm(self.b[:, None], x, w)
 
     def backward(self, dy: Tensor, need: bool) -> Tensor:
@@ -81,12 +111,12 @@ class Linear:
             return self.backward(dy.flatten(1, 2), need).reshape(*dy.shape[:3], -1)
         if self.db is not None:
             torch.sum(dy, 1, out=self.db)
-        short = dy.bfloat16() if self.half else dy
-        dx = torch.bmm(short, self.w.to(short.dtype)).to(dy.dtype) if need else dy
+        short = dy.to(self.read.dtype) if self.half else dy
+        dx = torch.bmm(short, self.read if self.half else self.w).to(dy.dtype) if need else dy
         if self.holds:
             self.dy = dy
         elif self.half:
-            self.dw.copy_(torch.bmm(short.transpose(1, 2), self.x.bfloat16()))
+            self.dw.copy_(torch.bmm(short.transpose(1, 2), self.x.to(short.dtype)))
         elif self.step is not None:
             self.w.baddbmm_((dy * -self.step).transpose(1, 2), self.x)
         elif dy.is_cpu and not self.dw.is_contiguous():  # the fast product of many small matrices needs contiguous output
@@ -98,6 +128,7 @@ class Linear:
 
 class Conv:
     adds = True
+    aside: Callable[..., None] = staticmethod(at_once)
 
     def __init__(self, kernel: Convolution, w: Tensor, b: Tensor | None, dw: Tensor, db: Tensor | None) -> None:
         self.kernel, self.w, self.b, self.dw, self.db = kernel, w, b, dw, db
@@ -107,7 +138,7 @@ class Conv:
         return self.kernel.forward(x, self.w, self.b)
 
     def backward(self, dy: Tensor, need: bool, onto: Tensor | None = None) -> Tensor:
-        self.kernel.weight_gradient(self.x, dy, self.dw, self.db)
+        self.aside(lambda: self.kernel.weight_gradient(self.x, dy, self.dw, self.db), dy)
         return self.kernel.input_gradient(self.x, dy, self.w, onto) if need else dy
 
 

@@ -8,6 +8,8 @@ in channels-last memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
@@ -17,6 +19,7 @@ from fedagg.engines.conv import Convolution, Loop, Pointwise
 from fedagg.engines.graph import Join, Node, Sum, pair, traced
 from fedagg.engines.layers import (
     Add,
+    Aside,
     AveragePool,
     BatchNorm,
     Concatenate,
@@ -81,10 +84,10 @@ class StackedNetwork:
             row = -(-layout.d // 16) * 16 if device.type == "cuda" else layout.d
             self.w, self.g = (torch.zeros(n, row, device=device)[:, : layout.d] for _ in range(2))
             self.buffers = torch.zeros(n, layout.b, device=device)
-            self.filters: dict[str, Tensor] = {}  # of convolutions that hold their gradient: as these read them
+            self.short: dict[str, Tensor] = {}  # weights that the step keeps in 16 bits too, as products read them
         else:
             self.generator, self.w, self.g, self.buffers = within.generator, within.w[:n], within.g[:n], within.buffers[:n]
-            self.filters = {name: filters[:n] for name, filters in within.filters.items()}
+            self.short = {name: short[:n] for name, short in within.short.items()}
         weights, grads = dict(layout.weights(self.w)), dict(layout.weights(self.g))
         self.places: list[Place] = []
         self.named: dict[str, Place] = {}
@@ -104,6 +107,10 @@ class StackedNetwork:
         layers = [place.layer for place in self.places]
         self.flattens = all(isinstance(place.layer, Flatten) for place in self.places if None in place.sources)
         self.norms = [layer for layer in layers if isinstance(layer, BatchNorm)]
+        self.aside = Aside(device) if self.fused and device.type == "cuda" else None
+        for layer in layers:
+            if isinstance(layer, Conv) and self.aside is not None:
+                layer.aside = self.aside
         # A single client's linear layer on a CPU is limited by memory. Stepping while its gradient is computed saves two passes.
         alone = n == 1 and device.type == "cpu" and not problem.half
         self.linear = [layer for layer in layers if isinstance(layer, Linear)] if alone else []
@@ -125,27 +132,35 @@ class StackedNetwork:
             layer = place.layer
             if isinstance(layer, Linear) and rows and layer.w[0].numel() >= HELD_FROM:
                 layer.holds = True
+                if layer.half:
+                    layer.short = self.room(name, layer.w.shape)
                 held.append(layer)
             if isinstance(layer, Conv) and self.fused and self.dtype.itemsize == 2:
                 from fedagg.engines.fused import FusedConvolution
 
                 n, outputs, channels, k, _ = layer.w.shape
                 if isinstance(layer.kernel, FusedConvolution) and layer.kernel.may_hold(channels):
-                    if name not in self.filters:  # a network within another one uses that one's
-                        self.filters[name] = layer.w.new_empty(n, outputs, k, k, channels, dtype=self.dtype)
-                    layer.dw = layer.kernel.hold(layer.dw, self.filters[name])
+                    layer.dw = layer.kernel.hold(layer.dw, self.room(name, (n, outputs, k, k, channels)))
                     held.append(layer)
         return held
 
+    def room(self, name: str, shape: Sequence[int]) -> Tensor:
+        """Memory for a layer's weights in 16 bits. A network within another one uses that one's."""
+        if name not in self.short:
+            self.short[name] = self.w.new_empty(shape, dtype=SHORT)
+        return self.short[name]
+
     def refresh(self) -> None:
         """Compute what is kept of the weights in another form."""
-        if self.filters:
+        if self.short:
             from fedagg.engines.fused import turned
 
-            for name, filters in self.filters.items():
+            for name, short in self.short.items():
                 layer = self.named[name].layer
-                assert isinstance(layer, Conv)
-                turned(layer.w, filters.dtype, filters)
+                if isinstance(layer, Conv):
+                    turned(layer.w, short.dtype, short)
+                elif isinstance(layer, Linear):
+                    short.copy_(layer.w)
 
     def layer(self, module: nn.Module, name: str, w: dict[str, Tensor], g: dict[str, Tensor], conv: str) -> Layer | None:
         if isinstance(module, nn.Linear | nn.Conv2d):
@@ -232,6 +247,8 @@ class StackedNetwork:
                 if source in came or fresh(place.layer, place in own):
                     own.add(source)
                 came[source] = came[source] + dx if source in came and not onto else dx
+        if self.aside is not None:
+            self.aside.join()
         return loss
 
     def taken(self, x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedagg.engines.base import Problem
 from fedagg.engines.batched import Batched, Network
@@ -133,8 +133,3 @@ class Remembered:
 
     def read(self, clients: Sequence[int]) -> Tensor:
         return self.vectors
-
-
-def draws(module: nn.Module) -> bool:
-    """Does one of our networks draw random numbers in training? All threads share torch's generator."""
-    return any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in module.modules())

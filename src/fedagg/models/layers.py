@@ -60,5 +60,10 @@ def is_linear(model: nn.Module) -> bool:
     return len(trained) == 1 and isinstance(trained[0], nn.Linear)
 
 
+def has_dropout(model: nn.Module) -> bool:
+    """Does it have a layer that drops values in training?"""
+    return any(isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0 for part in model.modules())
+
+
 def trained_matrices(part: nn.Module) -> int:
     return sum(parameter.requires_grad and parameter.dim() > 1 for parameter in part.parameters(recurse=False))

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from fedagg import checks, federation, from_config, runs
 from fedagg.config import Config
 from fedagg.data import Dataset
-from fedagg.engines.threaded import draws
 from fedagg.errors import FedaggWarning, SettingError
 from fedagg.evaluate import held_out
 from fedagg.flat import Layout
+from fedagg.models import has_dropout
 from fedagg.theory import bounds, constants
 from fedagg.theory.bounds import Bound, Constants
 from fedagg.theory.objective import Objective
@@ -229,7 +229,7 @@ class Reading:
             return f"needs all clients in every round, but {c.per_round} of {c.clients} take part: set --participation 1"
         if reason := optimiser_obstacle(c):
             return reason
-        if draws(self.objective.module):
+        if has_dropout(self.objective.module):
             return "needs full gradients, but the model has dropout: set --dropout 0"
         if any(one.row["left_out"] or one.row["stragglers"] for one in self.rounds):
             return "needs every client to do all its work, but some did not"
