@@ -378,6 +378,13 @@ def test_normalised_networks(norm: str, normalised: bool) -> None:
     assert models.is_normalised(models.build("vgg11", (3, 32, 32), 10, norm=norm)) == normalised
 
 
+def test_deep_networks() -> None:
+    assert models.is_deep(models.build("mlp", (1, 28, 28), 10))
+    assert not models.is_deep(nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.LayerNorm(4)))
+    frozen = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.ReLU(), nn.Linear(4, 2))
+    assert not models.is_deep(frozen)
+
+
 def test_networks_with_dropout() -> None:
     assert models.has_dropout(models.build("cifar10-cnn", (3, 32, 32), 10))
     assert not models.has_dropout(models.build("cifar10-cnn", (3, 32, 32), 10, dropout=0.0))

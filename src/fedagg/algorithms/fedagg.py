@@ -41,7 +41,7 @@ from fedagg.work import Chunk, Work
 BOLD = 0.65  # the own rate is this power of two above the rate that lowers the loss most in the first round
 FALL = 1 / 3  # share of the rounds that counts as the end: the own rate falls to zero in it, and later models weigh more
 CLIP = 1.5  # largest norm of a mini-batch gradient, as a multiple of the usual norm at the start
-DECAY = 0.003  # weight decay, as a share of the distance that gradients covered: of linear models, and beside dropout
+DECAY = 0.003  # weight decay, as a share of the distance that gradients covered: of models with one layer, and beside dropout
 BARE_DECAY = 0.017  # the same at most for other networks, which nothing else keeps from learning their samples by heart
 MEMORY = 0.85  # weight of earlier rounds in the agreement and in the change of the loss
 float32 = torch.finfo(torch.float32)
@@ -62,7 +62,7 @@ class FedAgg(Algorithm):
             raise SettingError("alpha", self.alpha, "weighs the rates of Theorem 1; add --theorem, or choose --variant paper")
         self.departure, self.rate = math.nan, 0.0
         self.linear, self.normalised = models.is_linear(module), models.is_normalised(module)
-        self.drops = models.has_dropout(module)
+        self.bare = models.is_deep(module) and not models.has_dropout(module)
         self.state |= {
             "rate": 0.0,  # for a client's own gradient; 0 until it is measured
             "tried": 0,  # clients that have tried rates
@@ -290,7 +290,7 @@ class FedAgg(Algorithm):
         strong pull would take away what the model knows of the others."""
         if self.normalised:
             return BARE_DECAY
-        if self.linear or self.drops:
+        if not self.bare:
             return DECAY
         passes = int(self.state["answers"]) * clients.epochs / clients.total  # over the samples of a client, so far
         first, loss = (float(out.trusted(values).mean()) for values in (out.first, out.loss))

@@ -60,6 +60,11 @@ def is_linear(model: nn.Module) -> bool:
     return len(trained) == 1 and isinstance(trained[0], nn.Linear)
 
 
+def is_deep(model: nn.Module) -> bool:
+    """Is more than one weight matrix trained?"""
+    return sum(map(trained_matrices, model.modules())) > 1
+
+
 def has_dropout(model: nn.Module) -> bool:
     """Does it have a layer that drops values in training?"""
     return any(isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0 for part in model.modules())
