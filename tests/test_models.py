@@ -378,6 +378,11 @@ def test_normalised_networks(norm: str, normalised: bool) -> None:
     assert models.is_normalised(models.build("vgg11", (3, 32, 32), 10, norm=norm)) == normalised
 
 
+class CallsDropout(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x, 0.5, self.training)
+
+
 def test_deep_networks() -> None:
     assert models.is_deep(models.build("mlp", (1, 28, 28), 10))
     assert not models.is_deep(nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.LayerNorm(4)))
@@ -390,6 +395,8 @@ def test_networks_with_dropout() -> None:
     assert not models.has_dropout(models.build("cifar10-cnn", (3, 32, 32), 10, dropout=0.0))
     assert not models.has_dropout(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0)))
     assert models.has_dropout(nn.Sequential(nn.Sequential(nn.Dropout1d(0.1)), nn.Linear(4, 4)))
+    assert models.has_dropout(nn.Sequential(CallsDropout(), nn.Linear(4, 4)))
+    assert not models.has_dropout(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0))
 
 
 def test_half_of_the_layers_must_be_normalised() -> None:

@@ -66,8 +66,15 @@ def is_deep(model: nn.Module) -> bool:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Does it have a layer that drops values in training?"""
-    return any(isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0 for part in model.modules())
+    """Does it have a layer that drops values in training, or call a function of such a name?"""
+    return any(part.p > 0 if isinstance(part, nn.modules.dropout._DropoutNd) else calls_dropout(part) for part in model.modules())
+
+
+def calls_dropout(part: nn.Module) -> bool:
+    """Is dropout among the functions that its own code names?"""
+    code = getattr(type(part).forward, "__code__", None)
+    named = [name for name in getattr(code, "co_names", ()) if "dropout" in name and not hasattr(part, name)]
+    return bool(named) and not type(part).__module__.startswith("torch.")
 
 
 def trained_matrices(part: nn.Module) -> int:
